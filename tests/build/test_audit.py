@@ -1,0 +1,298 @@
+"""The audit: a good wheel passes whole, and for each check a wheel made bad on purpose fails just there."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pelton_build import audit
+from pelton_build.audit import AuditError, CannotRun, audit_wheel
+from wheel_factory import (
+    HOST,
+    HOST_NAME,
+    INFO,
+    LIBRARY,
+    LIBRARY_512,
+    LIBRARY_NAME,
+    WheelParts,
+    labelled,
+    make_wheel,
+    shared_object,
+)
+
+pytest.importorskip(
+    "elftools", reason="the audit's libraries are not installed: pip install pyelftools iced-x86"
+)
+pytest.importorskip(
+    "iced_x86", reason="the audit's libraries are not installed: pip install pyelftools iced-x86"
+)
+
+GOOD = WheelParts()
+
+
+def spoiled_library(*flags: str, source: str = LIBRARY, march: str = "x86-64-v3") -> WheelParts:
+    return GOOD.but(files={LIBRARY_NAME: shared_object(source, f"-march={march}", *flags)})
+
+
+def with_needed(library: str) -> WheelParts:
+    """The good library with one more DT_NEEDED, as a linker writes it."""
+    stub = shared_object("void stub(void){}", f"-Wl,-soname,{library}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stub.so"
+        path.write_bytes(stub)
+        return spoiled_library("-Wl,--no-as-needed", str(path))
+
+
+def with_stack_flags(flags: int | None) -> WheelParts:
+    """PT_GNU_STACK of the library patched: other flags, or the header made another one."""
+    data = bytearray(shared_object(LIBRARY, "-march=x86-64-v3"))
+    (offset,) = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    for index in range(count):
+        at = offset + index * size
+        if struct.unpack_from("<I", data, at)[0] == 0x6474E551:
+            struct.pack_into("<I", data, at, 0 if flags is None else 0x6474E551)
+            if flags is not None:
+                struct.pack_into("<I", data, at + 4, flags)
+    return GOOD.but(files={LIBRARY_NAME: bytes(data)})
+
+
+DLOPEN = HOST + 'void *dlopen(const char *, int); void *f(void) { return dlopen("x", 1); }'
+DIST_INFO = "pelton-0.1.0+cpu.avx2.dist-info"
+INIT = "pelton/__init__.py"
+
+BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
+    # what is wrong: parts, check, file, part of what was found
+    "file name of another version": (
+        lambda: GOOD.but(file_name="pelton-0.2.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl"), "name", "METADATA", "0.1.0+cpu.avx2"),
+    "file name without the label": (
+        lambda: GOOD.but(file_name="pelton-0.1.0-py3-none-manylinux_2_28_x86_64.whl"), "name", ".whl", "label (none)"),
+    "file name of another distribution": (
+        lambda: GOOD.but(file_name="pelten-0.1.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl"), "name", "METADATA", "name pelton"),
+    "file name that is none": (lambda: GOOD.but(file_name="pelton.whl"), "name", "pelton.whl", "Invalid wheel"),
+    "metadata of another version": (
+        lambda: GOOD.but(metadata=GOOD.metadata.replace("{version}", "0.1.0+cpu.avx512")), "name", "METADATA", "cpu.avx512"),
+    "metadata without a version": (
+        lambda: GOOD.but(metadata=GOOD.metadata.replace("Version: {version}\n", "")), "name", "METADATA", "(none)"),
+    "build info of another version": (lambda: GOOD.with_info(version="0.1.1+cpu.avx2"), "name", "_build_info.json", "0.1.1"),
+    "build info of another label": (lambda: GOOD.with_info(label="cpu.avx512"), "name", ".whl", "cpu.avx2"),
+    "renamed platform tag": (
+        lambda: GOOD.but(file_name="pelton-0.1.0+cpu.avx2-py3-none-manylinux_2_17_x86_64.whl"), "name", "WHEEL", "2_28"),
+    "per-Python tag": (
+        lambda: GOOD.but(tag="cp311-cp311-manylinux_2_28_x86_64"), "name", ".whl", "cp311"),
+    "build tag": (
+        lambda: GOOD.but(file_name="pelton-0.1.0+cpu.avx2-1-py3-none-manylinux_2_28_x86_64.whl"), "name", ".whl", "build tag 1"),
+    "pure": (lambda: GOOD.but(wheel=GOOD.wheel.replace("false", "true")), "name", "WHEEL", "true"),
+    "no Requires-Python": (
+        lambda: GOOD.but(metadata=GOOD.metadata.replace("Requires-Python: >=3.11\n", "")), "metadata", "METADATA", "no Requires-Python"),
+    "no torch": (lambda: GOOD.but(metadata=GOOD.metadata.replace("Requires-Dist: torch>=2.10\n", "")), "metadata", "METADATA", "no torch"),
+    "torch floor of another version": (
+        lambda: GOOD.but(metadata=GOOD.metadata.replace("torch>=2.10", "torch>=2.9")), "metadata", "METADATA", ">=2.9"),
+    "no license": (lambda: GOOD.but(without=(f"{DIST_INFO}/licenses/LICENSE",)), "metadata", DIST_INFO, "no LICENSE"),
+    "library missing": (lambda: GOOD.but(without=(LIBRARY_NAME,)), "contents", LIBRARY_NAME, "missing"),
+    "module of a planned Python missing": (
+        lambda: GOOD.with_info(host_pythons=["3.11", "3.12"]), "contents", "_host.cpython-312", "missing"),
+    "another binary": (
+        lambda: GOOD.but(files={"pelton/libother.so": shared_object("int x;")}), "contents", "libother.so", "not in the plan"),
+    "library that is no ELF file": (
+        lambda: GOOD.but(files={"pelton/libtext.so": b"text"}), "contents", "libtext.so", "no ELF"),
+    "forged hash": (
+        lambda: GOOD.but(record={INIT: f"{INIT},sha256=AAAA,22"}), "record", INIT, "sha256=AAAA"),
+    "forged size": (
+        lambda: GOOD.but(record={"pelton/x.py": "pelton/x.py,sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU,7"}, files={"pelton/x.py": b""}),
+        "record", "pelton/x.py", "size 7"),
+    "weak hash": (lambda: GOOD.but(record={INIT: f"{INIT},md5=AAAA,22"}), "record", INIT, "md5"),
+    "file not in RECORD": (lambda: GOOD.but(unlisted=(INIT,)), "record", INIT, "not listed"),
+    "RECORD lists a missing file": (
+        lambda: GOOD.but(record={"pelton/gone.py": "pelton/gone.py,sha256=AAAA,1"}), "record", "pelton/gone.py", "not in the wheel"),
+    "umask 077": (lambda: GOOD.but(modes={INIT: 0o600}), "modes", INIT, "0600"),
+    "umask 000": (lambda: GOOD.but(modes={INIT: 0o666}), "modes", INIT, "0666"),
+    "symbolic link": (lambda: GOOD.but(modes={INIT: 0o120755}), "modes", INIT, "symbolic link"),
+    "names that differ in case": (lambda: GOOD.but(files={"pelton/__INIT__.py": b""}), "modes", "__INIT__", "same name"),
+    "file beside the package": (lambda: GOOD.but(files={"setup.py": b""}), "modes", "setup.py", "outside"),
+    "glibc above the floor": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(DLOPEN, "-lc")}), "floors", HOST_NAME, "GLIBC_2.34 of libc.so.6"),
+    "auditwheel sees it too": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(DLOPEN, "-lc")}), "auditwheel", ".whl", "manylinux_2_34"),
+    "musl": (lambda: with_needed("libc.musl-x86_64.so.1"), "needed", LIBRARY_NAME, "libc.musl-x86_64.so.1"),
+    "HIP runtime": (lambda: with_needed("libamdhip64.so.6"), "needed", LIBRARY_NAME, "libamdhip64.so.6"),
+    "CUDA runtime": (lambda: with_needed("libcudart.so.13"), "needed", LIBRARY_NAME, "libcudart.so.13"),
+    "OpenMP": (lambda: with_needed("libgomp.so.1"), "needed", LIBRARY_NAME, "libgomp.so.1"),
+    "libstdc++": (lambda: with_needed("libstdc++.so.6"), "needed", LIBRARY_NAME, "libstdc++.so.6"),
+    "libc10": (lambda: with_needed("libc10.so"), "needed", LIBRARY_NAME, "libc10.so"),
+    "libpython": (lambda: with_needed("libpython3.11.so.1.0"), "needed", LIBRARY_NAME, "libpython3.11"),
+    "RUNPATH": (lambda: spoiled_library("-Wl,-rpath,/opt/torch/lib"), "rpath", LIBRARY_NAME, "RUNPATH /opt/torch/lib"),
+    "RPATH": (
+        lambda: spoiled_library("-Wl,--disable-new-dtags,-rpath,$ORIGIN"), "rpath", LIBRARY_NAME, "RPATH $ORIGIN"),
+    "Python symbol in the library": (
+        lambda: spoiled_library(source=LIBRARY + "void *PyList_New(long); void *f(void) { return PyList_New(1); }"),
+        "abi", LIBRARY_NAME, "PyList_New"),
+    "torch's C++ interface": (
+        lambda: spoiled_library(source=LIBRARY + "void _ZN2at6TensorC1Ev(void); void f(void) { _ZN2at6TensorC1Ev(); }"),
+        "abi", LIBRARY_NAME, "_ZN2at6TensorC1Ev"),
+    "module of another Python under this name": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(HOST.replace("311", "312"))}), "python", HOST_NAME, "built for cpython-312"),
+    "module that does not say its Python": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object("void *PyInit__host(void) { return 0; }")}), "python", HOST_NAME, "unknown Python"),
+    "module without its entry": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(HOST.replace("PyInit__host", "PyInit_host"))}), "python", HOST_NAME, "no module init"),
+    "module with a name that Python ignores": (
+        lambda: GOOD.but(files={"pelton/_host.so": shared_object(HOST)}), "python", "pelton/_host.so", "_host.so"),
+    "stray per-Python binary": (
+        lambda: GOOD.but(files={"pelton/ops.cpython-312-x86_64-linux-gnu.so": shared_object("int x;")}),
+        "python", "ops.cpython-312", "per-Python"),
+    "AVX-512 in an AVX2 wheel": (
+        lambda: spoiled_library("-mprefer-vector-width=512", source=LIBRARY_512, march="x86-64-v4"), "isa", LIBRARY_NAME, "AVX512F"),
+    "one EVEX instruction": (
+        lambda: spoiled_library(source=LIBRARY + 'void f(void) { __asm__ volatile(".byte 0x62,0xf1,0x7c,0x48,0x58,0xc1"); }'),
+        "isa", LIBRARY_NAME, "vaddps"),
+    "a mask instruction": (
+        lambda: spoiled_library(source=LIBRARY + 'void f(void) { __asm__ volatile("kmovw %eax, %k1"); }'), "isa", LIBRARY_NAME, "kmovw"),
+    "an extension that is in no level": (
+        lambda: spoiled_library(source=LIBRARY + 'void f(void) { __asm__ volatile("vaesenc %xmm0, %xmm0, %xmm0"); }'), "isa", LIBRARY_NAME, "AES"),
+    "a library below the level that it names": (lambda: spoiled_library(march="x86-64", source="int f(int x) { return x + 1; }"), "isa", LIBRARY_NAME, "no instruction of x86-64-v3"),
+    "AVX before the guard": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(HOST + LIBRARY, "-march=x86-64-v3")}), "isa", HOST_NAME, "AVX"),
+    "POPCNT before the guard": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(HOST + "int f(int x) { return __builtin_popcount(x); }", "-mpopcnt")}), "isa", HOST_NAME, "POPCNT"),
+    "another machine": (
+        lambda: GOOD.but(files={LIBRARY_NAME: _patched(18, b"\xb7\x00")}), "isa", LIBRARY_NAME, "EM_AARCH64"),
+    "path of the checkout": (
+        lambda: GOOD.but(files={INIT: f'ROOT = "{Path(audit.__file__).resolve().parents[2]}"\n'.encode()}), "paths", INIT, str(Path(audit.__file__).resolve().parents[2])),
+    "home folder in a text": (lambda: GOOD.but(files={INIT: b"# see /home/ada/notes.txt\n"}), "paths", INIT, "/home/ada/notes.txt"),
+    "build folder in the library": (
+        lambda: spoiled_library(source=LIBRARY + 'const char *f(void) { return "/builds/team/kernels/norm/cpu.cpp"; }'), "paths", LIBRARY_NAME, "/builds/team"),
+    "temporary folder in the build info": (
+        lambda: GOOD.with_info(torch="/tmp/pip-build-env-x/overlay"), "paths", "_build_info.json", "/tmp/pip-build-env-x"),
+    "over the budget": (lambda: GOOD.with_info(size_budget=1000), "size", ".whl", "bytes"),
+    "executable stack": (lambda: with_stack_flags(7), "stack", LIBRARY_NAME, "RWE"),
+    "no stack header": (lambda: with_stack_flags(None), "stack", LIBRARY_NAME, "no PT_GNU_STACK"),
+    "debug information": (lambda: spoiled_library("-g"), "stripped", LIBRARY_NAME, ".debug_info"),
+}  # fmt: skip
+
+
+def _patched(offset: int, value: bytes) -> bytes:
+    data = bytearray(shared_object(LIBRARY, "-march=x86-64-v3"))
+    data[offset : offset + len(value)] = value
+    return bytes(data)
+
+
+def test_good_wheel_passes(tmp_path: Path) -> None:
+    report = audit_wheel(make_wheel(tmp_path))
+    assert report.findings == ()
+    assert [result.name for result in report.results] == list(audit.CHECKS)
+    assert {result.name for result in report.skipped} <= {"auditwheel"}
+
+
+def test_good_avx512_wheel_passes(tmp_path: Path) -> None:
+    parts = labelled("cpu-avx512", "cpu.avx512", archs=("x86-64-v4",))
+    assert audit_wheel(make_wheel(tmp_path, parts)).findings == ()
+
+
+def test_dirty_mark_after_the_label_is_allowed(tmp_path: Path) -> None:
+    parts = GOOD.but(version="0.1.0.dev3+cpu.avx2.dirty").with_info(version="0.1.0.dev3+cpu.avx2.dirty")
+    assert audit_wheel(make_wheel(tmp_path, parts)).findings == ()
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_wheel_fails_its_check(case: str, tmp_path: Path) -> None:
+    make, check, file, found = BAD[case]
+    if check == "auditwheel":
+        pytest.importorskip("auditwheel", reason="auditwheel is not installed")
+    findings = audit_wheel(make_wheel(tmp_path, make()), only={check}).findings
+    assert any(file in f.file and found in f.found for f in findings), findings
+    assert all(f.needed for f in findings)
+
+
+def test_every_check_has_a_bad_wheel() -> None:
+    assert {check for _, check, _, _ in BAD.values()} == set(audit.CHECKS)
+
+
+HARMFUL: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "no zip": (lambda folder: _file(folder, b"not a zip file"), "not a readable wheel"),
+    "empty": (lambda folder: _file(folder, b""), "not a readable wheel"),
+    "truncated": (lambda folder: _file(folder, make_wheel(folder / "x").read_bytes()[:-200]), "not a readable wheel"),
+    "path that leaves the wheel": (lambda folder: make_wheel(folder, GOOD.but(files={"pelton/../../x": b""})), "leaves the wheel"),
+    "absolute path": (lambda folder: make_wheel(folder, GOOD.but(files={"/etc/x": b""})), "absolute path"),
+    "backslash": (lambda folder: make_wheel(folder, GOOD.but(files={"pelton\\x": b""})), "backslash"),
+    "zip bomb": (lambda folder: make_wheel(folder, GOOD.but(files={"pelton/x": bytes(100 << 20)})), "1000:1"),
+    "damaged member": (lambda folder: _damaged(folder), "pelton/__init__.py"),
+    "no build info": (lambda folder: make_wheel(folder, GOOD.but(without=("pelton/_build_info.json",))), "_build_info.json"),
+    "build info without a key": (lambda folder: make_wheel(folder, GOOD.but(info={**INFO, "glibc": 2.28})), "'glibc'"),
+    "build info that is no JSON": (
+        lambda folder: make_wheel(folder, GOOD.but(files={"pelton/_build_info.json": b"{"})), "not JSON"),
+    "two dist-infos": (lambda folder: make_wheel(folder, GOOD.but(files={"x-1.dist-info/METADATA": b""})), "2 .dist-info"),
+    "damaged ELF file": (
+        lambda folder: make_wheel(folder, GOOD.but(files={LIBRARY_NAME: shared_object(LIBRARY, "-march=x86-64-v3")[:900]})), "damaged ELF"),
+}  # fmt: skip
+
+
+def _file(folder: Path, data: bytes) -> Path:
+    path = folder / "pelton-0.1.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl"
+    path.write_bytes(data)
+    return path
+
+
+def _damaged(folder: Path) -> Path:
+    path = make_wheel(folder)
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo("pelton/__init__.py")
+    data = bytearray(path.read_bytes())
+    at = info.header_offset + 30 + len(info.filename)
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("case", HARMFUL)
+def test_harmful_wheel_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    make, text = HARMFUL[case]
+    path = make(tmp_path)
+    with pytest.raises(AuditError, match=text) as caught:
+        audit_wheel(path)
+    assert path.name in str(caught.value) or "ELF" in str(caught.value)
+
+
+def test_missing_tool_is_reported_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = audit.require
+
+    def require(module: str, distribution: str) -> None:
+        if module == "iced_x86":
+            raise CannotRun(f"{distribution} is not installed here")
+        real(module, distribution)
+
+    monkeypatch.setattr(audit, "require", require)
+    report = audit_wheel(make_wheel(tmp_path))
+    assert [(r.name, r.skipped) for r in report.skipped if r.name == "isa"] == [
+        ("isa", "iced-x86 is not installed here")
+    ]
+    assert report.to_json()["ok"] is True
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pelton_build.audit", *arguments], check=False, capture_output=True, text=True
+    )
+
+
+def test_command_line(tmp_path: Path) -> None:
+    good = make_wheel(tmp_path / "good")
+    bad = make_wheel(tmp_path / "bad", BAD["AVX-512 in an AVX2 wheel"][0]())
+    missing = tmp_path / "none.whl"
+    passed = run(str(good))
+    assert passed.returncode == 0, passed.stderr
+    assert "passed" in passed.stdout
+    failed = run("--json", str(good), str(bad))
+    assert failed.returncode == 1
+    reports = json.loads(failed.stdout)
+    assert [report["ok"] for report in reports] == [True, False]
+    refused = run(str(missing))
+    assert refused.returncode == 1
+    assert "none.whl" in refused.stderr and "Traceback" not in refused.stderr
