@@ -1,0 +1,409 @@
+"""Profile, choices, kernel table and toolchain in, plan out. Pure: equal inputs make equal plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .arch import ArchError, check_cuda_archs_for
+from .errors import ChoiceError, PlanError, ProfileError, ToolchainError
+from .features import feature_label, resolve_features
+from .plan import (
+    Backend,
+    ExcludedSource,
+    Feature,
+    Jobs,
+    Language,
+    Plan,
+    PlannedSource,
+    Role,
+    Setting,
+    Tool,
+    TorchHeaders,
+)
+from .profile import Profile
+from .settings import DEVICE, PROFILE, Choices
+from .table import FOLDER, Family, KernelTable, Source
+from .toolchain import Toolchain
+from .values import Size, Version, VersionRange, check_label, join_label
+
+__all__ = ["JOB_MEMORY", "resolve"]
+
+JOB_MEMORY: Mapping[Role, Size] = {
+    "op": Size.parse("768 MiB"),
+    "cpu": Size.parse("512 MiB"),
+    "host": Size.parse("768 MiB"),
+    "gpu": Size.parse("2 GiB"),
+}
+"""Memory that one compiler process of a role may take."""
+
+_CUDA_PACKAGES = "cuda-toolkit[nvcc,cudart,cccl]=={0}", "nvidia-nvvm=={1}.*", "nvidia-cuda-crt=={1}.*"
+
+
+def resolve(
+    profile: Profile, choices: Choices, table: KernelTable, toolchain: Toolchain, version: str = "0.0.0"
+) -> Plan:
+    """The plan for building `profile` here.
+
+    What this machine lacks but may yet get is in `Plan.problems`; what is wrong is an error: ChoiceError for
+    contradicting switches, ProfileError and PlanError for what cannot be built anywhere, ToolchainError for tools
+    that are unusable or of the wrong version.
+    """
+    backend = profile.target.backend
+    settings = list(_settings(profile, choices))
+    features = resolve_features(profile, choices.features, table)
+    problems: list[str] = []
+    notes: list[str] = list(choices.notes)
+
+    tools, build_requires = _tools(profile, toolchain, problems)
+    included, excluded = _sources(profile, table, features, tools)
+    if not any(source.role in ("cpu", "gpu") for source in included):
+        problems.insert(
+            0, f"kernels.toml has no source for backend {backend} yet, so there is nothing to build"
+        )
+    torch = _torch(table, toolchain, notes)
+    if torch.requirement:
+        build_requires = (*build_requires, torch.requirement)
+    if not toolchain.pythons and any(source.role == "host" for source in included):
+        problems.append("no CPython with headers found for the host extension; install python3-dev")
+    notes += toolchain.pythons_out
+    if (toolchain.system, toolchain.machine) != (profile.target.system, profile.target.machine):
+        problems.append(
+            f"this machine is {toolchain.system} on {toolchain.machine}, and the profile is for "
+            f"{profile.target.system} on {profile.target.machine}; build it on such a machine"
+        )
+
+    jobs = _jobs(choices.jobs, toolchain, included)
+    settings.append(Setting("jobs", str(jobs.count), choices.jobs.origin if choices.jobs else "calculated"))
+    settings.append(Setting("torch-dir", torch.path or torch.requirement, torch.origin))
+    label = _label(profile, tools) + feature_label(features)
+    glibc = profile.wheel.glibc
+    return Plan(
+        profile=profile.name,
+        summary=profile.summary,
+        profile_file=profile.file,
+        backend=backend,
+        archs=profile.target.arch,
+        system=profile.target.system,
+        machine=profile.target.machine,
+        package=table.library.package,
+        library=table.library.name,
+        kernels=FOLDER,
+        version=version,
+        label=label,
+        wheel_version=join_label(version, label),
+        platform_tag=f"manylinux_{glibc.parts[0]}_{glibc.parts[1]}_{profile.target.machine}",
+        glibc=str(glibc),
+        size_budget=profile.wheel.size_budget.bytes,
+        requires=(f"torch>={table.library.torch}", *profile.wheel.requires),
+        torch_floor=str(table.library.torch),
+        cxx_standard=table.library.cxx_standard,
+        features=features,
+        settings=tuple(settings),
+        sources=tuple(included),
+        excluded=tuple(excluded),
+        tools=tuple(tools),
+        torch=torch,
+        host_pythons=toolchain.pythons,
+        build_requires=build_requires,
+        jobs=jobs,
+        variant=profile.variant,
+        notes=tuple(notes),
+        problems=tuple(problems),
+    )
+
+
+def _settings(profile: Profile, choices: Choices) -> tuple[Setting, ...]:
+    """The profile's provenance. Raises ChoiceError when PELTON_TARGET_DEVICE contradicts PELTON_PROFILE."""
+    chosen = choices.profile or Setting("profile", profile.name, "named directly")
+    device, backend = choices.device, profile.target.backend
+    lost = chosen.overridden
+    if device is not None and device.value != backend:
+        if chosen.origin == PROFILE:
+            raise ChoiceError(
+                f"{PROFILE}={chosen.value} (backend {backend}) and {DEVICE}={device.value} contradict each other; "
+                "unset one of them"
+            )
+        lost = (*lost, f"{device.value} ({device.origin})")
+    return (
+        Setting("profile", profile.name, chosen.origin, lost),
+        Setting("target-device", backend, f"{profile.file}, key target.backend"),
+    )
+
+
+def _tools(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple[list[Tool], tuple[str, ...]]:
+    """The compilers taken, and what to install for those from the package index."""
+    needs, tools, requires = profile.toolchain, list[Tool](), tuple[str, ...]()
+    gpu: Tool | None = None
+    if profile.target.backend == "cuda":
+        gpu, requires = _cuda(profile, toolchain, problems)
+    elif profile.target.backend == "rocm":
+        gpu = _checked("rocm", toolchain, needs.rocm, profile)
+        if gpu is None:
+            problems.append(
+                f"no ROCm compiler found (looked at {_looked(toolchain.rocm.looked)}); install ROCm "
+                f"{needs.rocm or ''} or set ROCM_PATH".replace("  ", " ")
+            )
+    host = _host_compiler(profile, toolchain, gpu, problems)
+    tools += [tool for tool in (host, gpu) if tool is not None]
+    return tools, requires
+
+
+def _looked(places: tuple[str, ...]) -> str:
+    return ", ".join(places) or "nothing"
+
+
+def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Profile) -> Tool | None:
+    """The toolkit found, of an allowed version; None when there is none. Raises ToolchainError."""
+    probe = toolchain.cuda if kind == "cuda" else toolchain.rocm
+    if probe.problem:
+        raise ToolchainError(probe.problem)
+    tool = probe.tool
+    if tool is None:
+        return None
+    others = "; also seen: " + ", ".join(
+        f"{t.name} {t.version} ({t.path}, from {t.origin})" for t in probe.others
+    )
+    others = others if probe.others else ""
+    where = f"{tool.name} {tool.version or 'of unknown version'} ({tool.path}, from {tool.origin})"
+    if not tool.version or Version.parse(tool.version) not in allowed:
+        raise ToolchainError(
+            f"{profile.file}: toolchain.{kind}: found {where}, needed {allowed}{others}"
+            + (
+                f"; set {'CUDA_HOME' if kind == 'cuda' else 'ROCM_PATH'} to a toolkit that fits"
+                if allowed
+                else ""
+            )
+        )
+    if tool.headers_version and not _same_release(tool.version, tool.headers_version):
+        raise ToolchainError(
+            f"{where} and the headers in {tool.root} ({tool.headers_version}) are of two versions; "
+            "install one toolkit whole, or set CUDA_HOME to one that is"
+        )
+    return tool
+
+
+def _same_release(a: str, b: str) -> bool:
+    return Version.parse(a).key[:2] == Version.parse(b).key[:2]
+
+
+def _cuda(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple[Tool | None, tuple[str, ...]]:
+    needs, requires = profile.toolchain, tuple[str, ...]()
+    tool = _checked("cuda", toolchain, needs.cuda, profile)
+    if tool is None and needs.cuda_package is not None:
+        release = ".".join(map(str, needs.cuda_package.parts[:2]))
+        tool = Tool(
+            "cuda", "nvcc", "", str(needs.cuda_package), f"{profile.file}, key toolchain.cuda-package"
+        )
+        requires = tuple(text.format(needs.cuda_package, release) for text in _CUDA_PACKAGES)
+    if tool is None:
+        problems.append(
+            f"no CUDA compiler found (looked at {_looked(toolchain.cuda.looked)}); install CUDA {needs.cuda}, "
+            "or set toolchain.cuda-package in the profile to take the compiler from the package index"
+        )
+    else:
+        try:
+            check_cuda_archs_for(profile.target.arch, needs.cuda, Version.parse(tool.version))
+        except ArchError as error:
+            raise ProfileError(f"{profile.file}: target.arch: {error}") from None
+    return tool, requires
+
+
+def _host_compiler(
+    profile: Profile, toolchain: Toolchain, gpu: Tool | None, problems: list[str]
+) -> Tool | None:
+    probe, needs = toolchain.cxx, profile.toolchain
+    if probe.problem:
+        raise ToolchainError(probe.problem)
+    tool = probe.tool
+    if tool is None:
+        problems.append(f"no C++ compiler found (looked at {_looked(probe.looked)}); install g++ or set CXX")
+        return None
+    allowed = {"gcc": needs.gcc, "clang": needs.clang}.get(tool.name, VersionRange())
+    where = f"{tool.name} {tool.version or 'of unknown version'} ({tool.path}, from {tool.origin})"
+    if not tool.version or Version.parse(tool.version) not in allowed:
+        raise ToolchainError(
+            f"{profile.file}: toolchain.{tool.name}: found {where}, needed {allowed}; install it and set CXX to it"
+        )
+    if gpu is not None and gpu.kind == "cuda" and tool.name == "gcc" and gpu.host_limit:
+        if Version.parse(tool.version).parts[0] > int(gpu.host_limit):
+            raise ToolchainError(
+                f"{where} is too new for {gpu.name} {gpu.version}, which accepts gcc up to {gpu.host_limit}; install "
+                f"g++-{gpu.host_limit} and set CXX=g++-{gpu.host_limit}"
+            )
+    return tool
+
+
+def _torch(table: KernelTable, toolchain: Toolchain, notes: list[str]) -> TorchHeaders:
+    """The first torch whose headers do, else a build requirement. Raises ToolchainError for the one the user named."""
+    if toolchain.torch_problem:
+        raise ToolchainError(toolchain.torch_problem)
+    allowed = table.library.torch_headers
+    for headers in toolchain.torch:
+        if Version.parse(headers.version) in allowed:
+            return headers
+        reason = f"torch {headers.version} ({headers.path}, from {headers.origin}): headers of torch {allowed} are needed"
+        if headers.origin == "PELTON_TORCH_DIR":
+            raise ToolchainError(reason)
+        notes.append(f"{reason}, so it is not taken")
+    return TorchHeaders("", "", "build requirement, no such torch found here", table.library.torch_package)
+
+
+def _sources(
+    profile: Profile, table: KernelTable, features: tuple[Feature, ...], tools: list[Tool]
+) -> tuple[list[PlannedSource], list[ExcludedSource]]:
+    """Every source of the table, in or out, in the table's order."""
+    backend, on = profile.target.backend, {feature.name for feature in features if feature.enabled}
+    why_out = {family.name: _family_out(family, backend, on) for family in table.families}
+    wanted = any(not reason for name, reason in why_out.items() if not _by_name(table, name).supports)
+    included: list[PlannedSource] = []
+    excluded: list[ExcludedSource] = []
+    for family in table.families:
+        reason = why_out[family.name]
+        if family.supports and not wanted:
+            reason = f"supports other families, and none is in for backend {backend}"
+        for role, source in _of(family, backend):
+            why = reason or _source_out(source, role, profile, on, tools)
+            if why:
+                excluded.append(ExcludedSource(source.path, family.name, role, why))
+            else:
+                included.append(_planned(source, role, family, profile, table))
+        for other, sources in family.device.items():
+            if other != backend:
+                other_role: Role = "cpu" if other == "cpu" else "gpu"
+                seen = {source.path for source in included} | {source.path for source in excluded}
+                excluded += [
+                    ExcludedSource(
+                        s.path,
+                        family.name,
+                        other_role,
+                        f"for backend {other}, and this plan is for {backend}",
+                    )
+                    for s in sources
+                    if s.path not in seen
+                ]
+    for path in _duplicates([source.path for source in included]):
+        raise PlanError(
+            f"kernels.toml: source {path!r} is planned twice for profile {profile.name!r}; list it once"
+        )
+    return included, excluded
+
+
+def _duplicates(paths: list[str]) -> list[str]:
+    return sorted({path for path in paths if paths.count(path) > 1})
+
+
+def _by_name(table: KernelTable, name: str) -> Family:
+    return next(family for family in table.families if family.name == name)
+
+
+def _of(family: Family, backend: Backend) -> list[tuple[Role, Source]]:
+    device: Role = "cpu" if backend == "cpu" else "gpu"
+    return [
+        *(("op", source) for source in family.op),
+        *((device, source) for source in family.device.get(backend, ())),
+        *(("host", source) for source in family.host),
+    ]
+
+
+def _family_out(family: Family, backend: Backend, on: set[str]) -> str:
+    if family.feature and family.feature not in on:
+        return f"feature {family.feature} is off"
+    if not family.supports and not family.host and backend not in family.device:
+        return f"no {backend} source in kernels.toml"
+    return ""
+
+
+def _source_out(source: Source, role: Role, profile: Profile, on: set[str], tools: list[Tool]) -> str:
+    if source.feature and source.feature not in on:
+        return f"feature {source.feature} is off"
+    if source.archs and not set(source.archs) & set(profile.target.arch):
+        return f"for {', '.join(source.archs)} alone, and target.arch is {', '.join(profile.target.arch)}"
+    kind = profile.target.backend if role == "gpu" else "cxx"
+    tool = next((tool for tool in tools if tool.kind == kind), None)
+    if source.toolkit.clauses and tool is not None and Version.parse(tool.version) not in source.toolkit:
+        return f"needs {tool.name} {source.toolkit}, found {tool.version}"
+    return ""
+
+
+def _planned(
+    source: Source, role: Role, family: Family, profile: Profile, table: KernelTable
+) -> PlannedSource:
+    library, archs, flags = table.library, tuple[str, ...](), tuple[str, ...]()
+    definitions: tuple[str, ...] = (*family.definitions, *source.definitions)
+    language: Language = "CXX"
+    why = {
+        "op": "operator",
+        "host": "host extension",
+        "cpu": "cpu code",
+        "gpu": f"{profile.target.backend} code",
+    }[role]
+    if role in ("cpu", "gpu"):
+        archs = tuple(a for a in profile.target.arch if not source.archs or a in source.archs)
+        why += f" for {', '.join(archs)}"
+    if role == "cpu":
+        flags = (f"-march={archs[0]}",)
+    elif role == "gpu":
+        language = "CUDA" if profile.target.backend == "cuda" else "HIP"
+    elif role == "op":
+        definitions = (
+            f"TORCH_TARGET_VERSION={torch_target(library.torch)}",
+            f"{library.name.upper()}_BACKEND_{profile.target.backend.upper()}=1",
+            *definitions,
+        )
+    brought = ", ".join(dict.fromkeys(filter(None, (family.feature, source.feature))))
+    if brought:
+        why += f", feature {brought}"
+    return PlannedSource(source.path, family.name, role, language, archs, flags, definitions, why)
+
+
+def torch_target(version: Version) -> str:
+    """The value of TORCH_TARGET_VERSION for a torch version: one byte each for major, minor and patch, from the top."""
+    major, minor, patch, _ = version.key
+    return f"0x{major:02x}{minor:02x}{patch:02x}{0:010x}ULL"
+
+
+def _jobs(choice: Setting | None, toolchain: Toolchain, sources: list[PlannedSource]) -> Jobs:
+    """As many jobs as there are cores and as fit into the memory; GPU compilers have a pool of their own, so that the
+    many light jobs need not wait for their memory."""
+    roles: set[Role] = {source.role for source in sources}
+    light: Role = max(roles - {"gpu"}, key=lambda role: (JOB_MEMORY[role].bytes, role), default="op")
+    count, text = _fitting(toolchain, light)
+    gpu_count = count
+    if "gpu" in roles:
+        gpu_count, gpu_text = _fitting(toolchain, "gpu")
+        text += f"; {gpu_text}"
+    if choice is not None:
+        count = gpu_count = int(choice.value)
+        text = f"{count} ({choice.origin.rstrip('=')}); calculated: {text}"
+        need = count * JOB_MEMORY["gpu" if "gpu" in roles else light].bytes
+        if need > toolchain.memory:
+            text += f"; {count} jobs may need {Size(need).human()}"
+    return Jobs(count, text, toolchain.cores, toolchain.memory, JOB_MEMORY[light].bytes, gpu_count)
+
+
+def _fitting(toolchain: Toolchain, role: Role) -> tuple[int, str]:
+    per_job = JOB_MEMORY[role].bytes
+    fits = toolchain.memory // per_job
+    count = max(1, min(toolchain.cores, fits))
+    return count, (
+        f"min({toolchain.cores} cores ({toolchain.cores_origin}), {Size(toolchain.memory).human()} "
+        f"({toolchain.memory_origin}) / {Size(per_job).human()} for each {role} source = {fits}) = {count}"
+        + (", at least one" if fits < 1 else "")
+    )
+
+
+def _label(profile: Profile, tools: list[Tool]) -> str:
+    label = profile.wheel.label
+    if "{" in label:
+        tool = next((tool for tool in tools if tool.kind == "cuda"), None)
+        found = Version.parse(tool.version) if tool is not None else profile.toolchain.cuda.lower
+        if found is None:
+            raise PlanError(
+                f"{profile.file}: wheel.label: {label!r} needs the CUDA version, and none is known: no compiler found, "
+                "and toolchain.cuda has no lower bound"
+            )
+        major, minor = found.key[:2]
+        values = {"cuda_major": str(major), "cuda_major_minor": f"{major}{minor}"}
+        label = re.sub(r"\{([a-z_]+)\}", lambda match: values[match[1]], label)
+    return check_label(label)

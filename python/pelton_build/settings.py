@@ -1,0 +1,297 @@
+"""Every switch of the build, read in one place: the command line's `-C key=value` and the environment.
+
+This is the only module that reads the environment. The command line wins over the environment, the environment over
+the profile. Two sources of one strength that contradict each other are an error, and so is a name that nobody reads.
+An empty variable counts as unset; blanks around a value do not count.
+
+| command line | environment | meaning |
+|---|---|---|
+| `-C profile=NAME` | `PELTON_PROFILE` | the profile |
+| | `PELTON_TARGET_DEVICE` = cpu, cuda or rocm | the backend that the profile is sought for |
+| `-C feature.NAME=on` or `off` | the variable that the kernel table names | a feature |
+| `-C jobs=N` | `MAX_JOBS` | compiler processes at once |
+| | `PELTON_TORCH_DIR` | the folder of a torch package to take the headers from |
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .arch import BACKENDS
+from .errors import ChoiceError
+from .plan import Setting
+from .table import KernelTable
+from .values import did_you_mean, nearest, parse_switch
+
+__all__ = [
+    "Choices",
+    "ConfigSettings",
+    "environment",
+    "pass_through",
+    "read_choices",
+    "scrubbed",
+]
+
+ConfigSettings = Mapping[str, "str | bool | Sequence[str]"]
+"""What a PEP 517 front end hands over for `-C key=value`; a repeated key makes a list."""
+
+PREFIX = "PELTON_"
+PROFILE, DEVICE, TORCH_DIR, JOBS = "PELTON_PROFILE", "PELTON_TARGET_DEVICE", "PELTON_TORCH_DIR", "MAX_JOBS"
+
+# Config settings of the backend that ours wraps: the first part of the dotted key.
+_WRAPPED = (
+    "build",
+    "build-dir",
+    "cmake",
+    "editable",
+    "experimental",
+    "fail",
+    "install",
+    "logging",
+    "messages",
+    "minimum-version",
+    "ninja",
+    "sdist",
+    "search",
+    "strict-config",
+    "wheel",
+)
+
+# Variables that other build tools read for what the profile says here.
+_ARCH_VARIABLES = {
+    "TORCH_CUDA_ARCH_LIST": "cuda",
+    "CUDAARCHS": "cuda",
+    "CMAKE_CUDA_ARCHITECTURES": "cuda",
+    "PYTORCH_ROCM_ARCH": "rocm",
+    "HIP_ARCHITECTURES": "rocm",
+    "AMDGPU_TARGETS": "rocm",
+    "GPU_TARGETS": "rocm",
+    "HCC_AMDGPU_TARGET": "rocm",
+}
+_FLAG_VARIABLES = (
+    "CFLAGS",
+    "CPPFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "CUDAFLAGS",
+    "HIPFLAGS",
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "HIPCC_COMPILE_FLAGS_APPEND",
+)
+_WRAPPED_PREFIX = "SKBUILD_"
+_CMAKE_VARIABLES = ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE")
+# Definitions that would decide what the profile decides.
+_PLAN_DEFINITIONS = re.compile(
+    r"-?D?\s*(PELTON_\w+|CMAKE_(?:CUDA|HIP)_ARCHITECTURES|CMAKE_(?:C|CXX|CUDA|HIP)_FLAGS\w*|GPU_TARGETS|AMDGPU_TARGETS)"
+    r"(?::\w+)?=(\S*)"
+)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user chose, each with its origin and what lost against it. None: not chosen."""
+
+    profile: Setting | None = None
+    device: Setting | None = None
+    features: Mapping[str, Setting] = field(default_factory=dict)
+    """Value `on` or `off` by feature name."""
+    jobs: Setting | None = None
+    torch_dir: Setting | None = None
+    notes: tuple[str, ...] = ()
+    """Variables that are set and not used, one line each."""
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of this process."""
+    return dict(os.environ)
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables that `read_choices` says are not used: run compilers and CMake in it."""
+    dropped = {*_ARCH_VARIABLES, *_FLAG_VARIABLES, *_CMAKE_VARIABLES, "CMAKE_BUILD_PARALLEL_LEVEL"}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in dropped and not name.startswith(_WRAPPED_PREFIX)
+    }
+
+
+def pass_through(config_settings: ConfigSettings | None) -> dict[str, object]:
+    """The config settings that are not ours, for the wrapped backend. `read_choices` has refused the unknown ones."""
+    return {
+        key: value
+        for key, value in (config_settings or {}).items()
+        if key not in ("profile", "jobs") and not key.startswith("feature.")
+    }
+
+
+def read_choices(
+    config_settings: ConfigSettings | None,
+    environ: Mapping[str, str],
+    table: KernelTable,
+    *,
+    option: str = "-C ",
+) -> Choices:
+    """All switches, merged. `option` is how the command line spells a setting, for messages.
+
+    Raises ChoiceError naming the switch, the value and what is allowed.
+    """
+    given = _command_line(config_settings or {}, table, option)
+    env = {name: value.strip() for name, value in environ.items() if value.strip()}
+    _refuse_unknown(env, table)
+
+    profile = _merge("profile", _one(given, "profile", option), _from(env, PROFILE), _cmake_profile(env))
+    device = _merge("target-device", None, _from(env, DEVICE), [])
+    if device is not None:
+        value = device.value.lower()
+        if value not in BACKENDS:
+            aliases = {"gpu": "cuda or rocm", "nvidia": "cuda", "amd": "rocm", "hip": "rocm", "x86": "cpu"}
+            hint = f"; did you mean {aliases[value]}?" if value in aliases else did_you_mean(value, BACKENDS)
+            raise ChoiceError(
+                f"{DEVICE}: unknown device {device.value!r}{hint} allowed: {', '.join(BACKENDS)}"
+            )
+        device = Setting(device.name, value, device.origin)
+    features: dict[str, Setting] = {}
+    for name, entry in table.features.items():
+        command = _switch(_one(given, f"feature.{name}", option))
+        variable = _switch(_from(env, entry.environment)) if entry.environment else None
+        state = _merge(f"feature.{name}", command, variable, [])
+        if state is not None:
+            features[name] = state
+    jobs = _merge("jobs", _jobs(_one(given, "jobs", option)), _jobs(_from(env, JOBS)), [])
+    torch_dir = _merge("torch-dir", None, _from(env, TORCH_DIR), [])
+    return Choices(profile, device, features, jobs, torch_dir, _unused(env))
+
+
+def _command_line(
+    config_settings: ConfigSettings, table: KernelTable, option: str
+) -> Mapping[str, tuple[str, ...]]:
+    """Values of our own keys, blanks and repetitions apart. Raises ChoiceError for a key that nobody reads."""
+    ours = ["profile", "jobs", *(f"feature.{name}" for name in table.features)]
+    given: dict[str, tuple[str, ...]] = {}
+    for key, value in config_settings.items():
+        if key in ours:
+            values = [value] if isinstance(value, (str, bool)) else list(value)
+            texts = [str(item).strip() for item in values]
+            given[key] = tuple(dict.fromkeys(texts))
+            if "" in given[key]:
+                raise ChoiceError(
+                    f"{option}{key}=: the value is empty; leave the option out or give it a value"
+                )
+        elif key.startswith("feature."):
+            name = key.removeprefix("feature.")
+            raise ChoiceError(f"{option}{key}: unknown feature {name!r}{did_you_mean(name, table.features)}")
+        elif key.removeprefix("skbuild.").split(".")[0] not in _WRAPPED:
+            close = nearest(key, [*ours, *_WRAPPED])
+            hint = f"; did you mean '{option}{close}'?" if close else ";"
+            raise ChoiceError(f"{option}{key}: unknown setting {key!r}{hint} known: {', '.join(ours)}")
+        elif match := _PLAN_DEFINITIONS.search(
+            f"{key.rpartition('.')[2]}={value}" if ".define." in key else str(value)
+        ):
+            name = match[1]
+            use = f"{option}profile=NAME" if name == PROFILE else "the profile (or a profile of your own)"
+            raise ChoiceError(f"{option}{key}: {name} follows from the plan; say it with {use}")
+    return given
+
+
+def _one(given: Mapping[str, tuple[str, ...]], key: str, option: str) -> Setting | None:
+    values = given.get(key, ())
+    if len(values) > 1:
+        raise ChoiceError(
+            f"{option}{key} is given {len(values)} times with different values: {', '.join(map(repr, values))}; keep one"
+        )
+    return Setting(key, values[0], f"{option}{key}=") if values else None
+
+
+def _from(env: Mapping[str, str], variable: str) -> Setting | None:
+    return Setting(variable, env[variable], variable) if variable in env else None
+
+
+def _merge(
+    name: str, command: Setting | None, variable: Setting | None, weaker: Iterable[Setting]
+) -> Setting | None:
+    found = [setting for setting in (command, variable) if setting is not None]
+    if not found:
+        return None
+    lost = tuple(f"{setting.value} ({setting.origin})" for setting in (*found[1:], *weaker))
+    return Setting(name, found[0].value, found[0].origin, lost)
+
+
+def _switch(setting: Setting | None) -> Setting | None:
+    if setting is None:
+        return None
+    try:
+        return Setting(setting.name, "on" if parse_switch(setting.value) else "off", setting.origin)
+    except ValueError as error:
+        raise ChoiceError(f"{setting.origin.rstrip('=')}: {error}") from None
+
+
+def _jobs(setting: Setting | None) -> Setting | None:
+    if setting is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,5}", setting.value, re.ASCII) or int(setting.value) < 1:
+        raise ChoiceError(
+            f"{setting.origin.rstrip('=')}: {setting.value!r} is no number of jobs; give a whole number from 1 on, "
+            "or leave it unset to have it calculated"
+        )
+    return Setting(setting.name, str(int(setting.value)), setting.origin)
+
+
+def _refuse_unknown(env: Mapping[str, str], table: KernelTable) -> None:
+    known = [PROFILE, DEVICE, TORCH_DIR, *(f.environment for f in table.features.values() if f.environment)]
+    allowed = {*known, *table.library.environment}
+    for name in sorted(env):
+        if name.startswith(PREFIX) and name not in allowed:
+            raise ChoiceError(
+                f"environment variable {name} is unknown{did_you_mean(name, allowed)}; unset it"
+            )
+
+
+def _cmake_profile(env: Mapping[str, str]) -> list[Setting]:
+    """A profile that someone tries to hand to CMake directly: it never wins, and the plan says so."""
+    found = []
+    for variable in _CMAKE_VARIABLES:
+        for match in _PLAN_DEFINITIONS.finditer(env.get(variable, "")):
+            if match[1] == PROFILE:
+                found.append(Setting("profile", match[2].strip("\"';"), f"{variable}, never used"))
+    return found
+
+
+def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
+    notes = []
+    for name in sorted(env):
+        value = env[name]
+        if name in _ARCH_VARIABLES:
+            notes.append(f"{name}={value} is not used: the archs stand in the profile, key target.arch")
+        elif name in _FLAG_VARIABLES:
+            notes.append(
+                f"{name}={value} is not used: compiler flags follow from the profile and the kernel table"
+            )
+        elif name == "CMAKE_BUILD_PARALLEL_LEVEL":
+            notes.append(f"{name}={value} is not used: set {JOBS}")
+        elif name in _CMAKE_VARIABLES:
+            notes.append(
+                f"{name}={value} is not used: the plan decides what CMake gets; the rest goes on the command line as -C cmake.define.NAME=VALUE"
+            )
+        elif name.startswith(_WRAPPED_PREFIX):
+            key = name.removeprefix(_WRAPPED_PREFIX).lower().replace("_", ".", 1).replace("_", "-")
+            notes.append(f"{name}={value} is not used: say it on the command line, such as -C {key}=VALUE")
+    return tuple(notes)
+
+
+def split_feature(text: str) -> tuple[str, str]:
+    """`marlin=off` as key and value of a config setting. Raises ChoiceError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ChoiceError(f"--feature {text}: write NAME=on or NAME=off")
+    return f"feature.{name.strip()}", value
+
+
+def words(text: str) -> list[str]:
+    """A command line variable such as CXX as its words. Raises ValueError on unbalanced quotes."""
+    return shlex.split(text)
