@@ -1,0 +1,93 @@
+"""Finding and loading the kernel library, once per process.
+
+1. ``PELTON_LIBRARY``, when set, names the library's file: the override for kernel authors.
+   The guard is not asked then, because the installed build info describes another file.
+2. Else the guard compares the installed build with this machine, so that a library for
+   another CPU is an error and not an illegal instruction.
+3. Then ``libpelton.so`` is looked for in every folder of ``pelton.__path__``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["LIBRARY_NAME", "find", "load"]
+
+LIBRARY_NAME = "libpelton.so"
+
+_logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_loaded: Path | None = None
+
+
+def find(override: str | None, folders: Iterable[str]) -> Path:
+    """The library's file: ``override`` if given, else ``libpelton.so`` in the first folder that has it.
+
+    Raises:
+        PeltonError: the file does not exist.
+    """
+    from .errors import PeltonError
+
+    if override:
+        path = Path(override)
+        if not path.is_file():
+            raise PeltonError(
+                f"PELTON_LIBRARY is {override!r}, which is not a file; set it to a built {LIBRARY_NAME} or unset it"
+            )
+        return path.resolve()
+    searched = [Path(folder) for folder in folders]
+    for folder in searched:
+        if (folder / LIBRARY_NAME).is_file():
+            return folder / LIBRARY_NAME
+    raise PeltonError(
+        f"the kernel library {LIBRARY_NAME} is not in {', '.join(map(str, searched))}: "
+        "this is a source tree that was not built. Install a wheel, or build with 'pip install -e .'"
+    )
+
+
+def load() -> Path:
+    """Loads the kernel library and its fake kernels; later calls return at once.
+
+    Returns the path of the loaded library.
+
+    Raises:
+        PeltonError: no library was found, it does not fit this machine, or it cannot be loaded.
+    """
+    global _loaded
+    if _loaded is not None:
+        return _loaded
+    with _lock:
+        if _loaded is None:
+            _loaded = _load()
+    return _loaded
+
+
+def _load() -> Path:
+    import pelton
+
+    override = os.environ.get("PELTON_LIBRARY")
+    if not override:
+        from . import guard
+
+        guard.check()
+    path = find(override, pelton.__path__)
+
+    import torch
+
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        from .errors import PeltonError
+
+        raise PeltonError(
+            f"the kernel library {path} cannot be loaded with torch {torch.__version__}: {error}"
+        ) from error
+    from . import _fakes
+
+    _fakes.register()
+    _logger.debug("loaded %s", path)
+    return path

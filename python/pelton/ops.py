@@ -1,0 +1,229 @@
+"""The operators: one function each, which allocates the output and calls ``torch.ops.pelton``.
+
+Importing this module loads the kernel library. Float tensors are float32, float16 or bfloat16
+and arithmetic is done in float32. Run-time values (positions, slots, ids, lengths) are read and
+checked when the kernel runs, also in each replay of a CPU graph. :mod:`pelton.ops_reference`
+(here ``ops.reference``) holds a plain torch implementation of each function.
+
+A wrong shape, dtype, stride or value raises RuntimeError, whose message begins with the
+operator's name.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import _library
+from . import ops_reference as reference
+
+__all__ = [
+    "copy_blocks",
+    "embedding",
+    "fused_add_rms_norm",
+    "gelu_and_mul",
+    "linear",
+    "linear_panel_width",
+    "pack_linear_weight",
+    "paged_attention",
+    "paged_attention_workspace_size",
+    "reference",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "swap_blocks",
+]
+
+_library.load()
+# Overloads are called as `.default`: a decode step runs hundreds of operators, and the packet
+# in front of them would resolve the overload each time.
+_ops = torch.ops.pelton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    ``x`` [..., hidden_size], rows of any one stride; ``weight`` [hidden_size], dtype of ``x``.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    _ops.rms_norm.default(out, x, weight, eps)
+    return out
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """``residual += x``, then ``x = rms_norm(residual, weight, eps)``, both in place.
+
+    ``x`` and ``residual`` [..., hidden_size], ``weight`` [hidden_size], all of one dtype. The sum
+    is rounded to that dtype before it is normalized.
+    """
+    _ops.fused_add_rms_norm.default(x, residual, weight, eps)
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> None:
+    """Rotates ``query`` and ``key`` by their positions, in place.
+
+    ``query`` [num_tokens, num_heads, head_size] and ``key`` [num_tokens, num_kv_heads, head_size],
+    of one dtype, any token and head stride (views of one qkv buffer); ``positions`` int64
+    [num_tokens]; ``cos_sin_cache`` float32 [max_position, rotary_dim], cosines in the first half of
+    a row and sines in the second. The first ``rotary_dim`` elements of a head rotate, in pairs
+    (i, i + rotary_dim / 2), or (2i, 2i + 1) when ``interleaved``.
+    Source: Su et al., "RoFormer", 2021; the first pairing is GPT-NeoX's.
+    """
+    _ops.rotary_embedding.default(query, key, positions, cos_sin_cache, interleaved)
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` where ``x`` [..., 2d] is ``gate`` and ``up`` side by side; gives [..., d].
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    _ops.silu_and_mul.default(out, x)
+    return out
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    """``gelu(gate) * up`` where ``x`` [..., 2d] is ``gate`` and ``up`` side by side; gives [..., d].
+
+    ``approximate`` is "none" (with the error function) or "tanh", as in ``torch.nn.GELU``.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    _ops.gelu_and_mul.default(out, x, approximate)
+    return out
+
+
+def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows ``ids`` (int64 [num_tokens]) of ``weight`` [vocab_size, hidden_size].
+
+    An id outside the vocabulary raises RuntimeError and nothing is written.
+    """
+    if out is None:
+        out = weight.new_empty((ids.shape[0], weight.shape[1]))
+    _ops.embedding.default(out, ids, weight)
+    return out
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Writes the keys and values of new tokens into one layer's paged cache.
+
+    ``key``, ``value`` [num_tokens, num_kv_heads, head_size], any token and head stride; caches
+    [num_blocks, num_kv_heads, block_size, head_size]; ``slot_mapping`` int64 [num_tokens], slot =
+    block * block_size + offset. A negative slot is skipped; one past the cache raises RuntimeError
+    and nothing is written.
+    """
+    _ops.reshape_and_cache.default(key, value, key_cache, value_cache, slot_mapping)
+
+
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_mapping: Tensor) -> None:
+    """Copies blocks within one layer's caches, pair after pair in the order of the list.
+
+    ``block_mapping`` int64 [n, 2], rows of (source, destination). A block outside the cache raises
+    RuntimeError and nothing is written.
+    """
+    _ops.copy_blocks.default(key_cache, value_cache, block_mapping)
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    """Copies blocks of ``src`` to blocks of ``dst``, pair after pair in the order of the list.
+
+    ``src`` and ``dst`` [num_blocks, ...] of one dtype and equal block shape; ``block_mapping`` int64
+    [n, 2], rows of (block of src, block of dst).
+    """
+    _ops.swap_blocks.default(src, dst, block_mapping)
+
+
+@functools.cache
+def linear_panel_width() -> int:
+    """How many output features one panel of a packed weight holds."""
+    return int(_ops.linear_panel_width.default())
+
+
+def pack_linear_weight(weight: Tensor) -> Tensor:
+    """``weight`` [out_features, in_features] in the layout that :func:`linear` reads.
+
+    Gives [ceil(out_features / P), in_features, P] with P = :func:`linear_panel_width`, padded with zeros.
+    """
+    width = linear_panel_width()
+    packed = weight.new_empty((-(-weight.shape[0] // width), weight.shape[1], width))
+    _ops.pack_linear_weight.default(packed, weight)
+    return packed
+
+
+def linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_features: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias`` for few rows; ``packed_weight`` from :func:`pack_linear_weight`.
+
+    ``x`` [..., in_features]; gives [..., out_features] in the dtype of ``x``. The weight keeps its
+    own dtype and sums are kept in float32.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], out_features))
+    _ops.linear.default(out, x, packed_weight, bias)
+    return out
+
+
+def paged_attention_workspace_size(num_tokens: int, num_heads: int, head_size: int) -> int:
+    """Elements (float32) of the workspace that :func:`paged_attention` needs for such a batch."""
+    # Partial results when a few long sequences are split over the context: output, maximum, sum.
+    return num_tokens * num_heads * (head_size + 2) * torch.get_num_threads()
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of new tokens against the paged cache, decode and chunked prefill in one call.
+
+    ``query`` [num_tokens, num_heads, head_size]; caches [num_blocks, num_kv_heads, block_size,
+    head_size]; ``query_start_loc`` int32 [num_seqs + 1]; ``seq_lens`` int32 [num_seqs];
+    ``block_tables`` int32 [num_seqs, max_blocks]. Sequence s owns rows query_start_loc[s] to
+    query_start_loc[s + 1], the last of them at position seq_lens[s] - 1, and its keys are in the
+    cache already. ``sliding_window`` w > 0: a query sees its own and the w - 1 positions before it.
+    ``soft_cap`` c > 0: scores become c * tanh(score / c). Rows of sequences of length 0 are neither
+    read nor written. ``workspace``: float32, :func:`paged_attention_workspace_size` elements.
+    """
+    if out is None:
+        out = torch.empty_like(query)
+    if workspace is None:
+        size = paged_attention_workspace_size(query.shape[0], query.shape[1], query.shape[2])
+        workspace = query.new_empty(size, dtype=torch.float32)
+    _ops.paged_attention.default(
+        out,
+        query,
+        key_cache,
+        value_cache,
+        query_start_loc,
+        seq_lens,
+        block_tables,
+        workspace,
+        scale,
+        sliding_window,
+        soft_cap,
+    )
+    return out

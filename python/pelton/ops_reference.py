@@ -1,0 +1,175 @@
+"""A plain torch implementation of every operator in :mod:`pelton.ops`, same signatures.
+
+They say what the operators compute, and the tests compare the kernels with them. Arithmetic
+is done in float32, or in float64 when the input is float64, and rounded once at the end.
+They loop over sequences and blocks in Python: not for use in the engine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "copy_blocks",
+    "embedding",
+    "fused_add_rms_norm",
+    "gelu_and_mul",
+    "linear",
+    "pack_linear_weight",
+    "paged_attention",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "swap_blocks",
+]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _deliver(result: Tensor, like: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return result.to(like.dtype)
+    return out.copy_(result)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return _deliver(wide * scale * _wide(weight), x, out)
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    residual.copy_(_wide(x) + _wide(residual))
+    rms_norm(residual, weight, eps, out=x)
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor, positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> None:
+    rotary_dim = cos_sin_cache.shape[-1]
+    half = rotary_dim // 2
+    cos, sin = cos_sin_cache[positions].unsqueeze(1).split(half, dim=-1)
+    for x in (query, key):
+        rotated = _wide(x[..., :rotary_dim])
+        if interleaved:
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
+        else:
+            first, second = rotated[..., :half], rotated[..., half:]
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        x[..., :rotary_dim] = (
+            torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+        )
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    gate, up = _wide(x).chunk(2, dim=-1)
+    return _deliver(torch.nn.functional.silu(gate) * up, x, out)
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None) -> Tensor:
+    gate, up = _wide(x).chunk(2, dim=-1)
+    return _deliver(torch.nn.functional.gelu(gate, approximate=approximate) * up, x, out)
+
+
+def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    return _deliver(weight[ids], weight, out)
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    block_size = key_cache.shape[2]
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    blocks, offsets = slots // block_size, slots % block_size
+    key_cache[blocks, :, offsets] = key[kept]
+    value_cache[blocks, :, offsets] = value[kept]
+
+
+def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_mapping: Tensor) -> None:
+    swap_blocks(key_cache, key_cache, block_mapping)
+    swap_blocks(value_cache, value_cache, block_mapping)
+
+
+def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
+    for source, destination in block_mapping.tolist():
+        dst[destination] = src[source]
+
+
+def pack_linear_weight(weight: Tensor) -> Tensor:
+    out_features, in_features = weight.shape
+    width = torch.ops.pelton.linear_panel_width()
+    panels = -(-out_features // width)
+    padded = weight.new_zeros(panels * width, in_features)
+    padded[:out_features] = weight
+    return padded.view(panels, width, in_features).transpose(1, 2).contiguous()
+
+
+def linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_features: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    in_features = packed_weight.shape[1]
+    weight = packed_weight.transpose(1, 2).reshape(-1, in_features)[:out_features]
+    wide = _wide(x)
+    result = wide @ weight.to(wide.dtype).t()
+    if bias is not None:
+        result = result + bias.to(wide.dtype)
+    return _deliver(result, x, out)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    if out is None:
+        out = torch.empty_like(query)
+    num_heads = query.shape[1]
+    num_kv_heads, block_size = key_cache.shape[1:3]
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for sequence, length in enumerate(lengths):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        num_queries = rows.stop - rows.start
+        if length == 0 or num_queries == 0:
+            continue
+        blocks = block_tables[sequence, : -(-length // block_size)].long()
+        # [num_blocks, kv heads, block size, head size] -> [heads, length, head size]
+        keys, values = (
+            _wide(cache[blocks])
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :length]
+            .repeat_interleave(num_heads // num_kv_heads, dim=0)
+            for cache in (key_cache, value_cache)
+        )
+        q = _wide(query[rows]).transpose(0, 1)
+        scores = (q @ keys.to(q.dtype).transpose(1, 2)) * scale
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        key_positions = torch.arange(length, device=query.device)
+        query_positions = torch.arange(length - num_queries, length, device=query.device).unsqueeze(1)
+        visible = key_positions <= query_positions
+        if sliding_window > 0:
+            visible &= key_positions > query_positions - sliding_window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        # A value that is not visible may be anything, NaN included: 0 * NaN must not reach the sum.
+        hidden = ~visible.any(dim=0)
+        values = values.to(q.dtype).masked_fill(hidden.unsqueeze(-1), 0.0)
+        out[rows] = (weights @ values).transpose(0, 1).to(out.dtype)
+    return out
