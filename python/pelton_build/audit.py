@@ -24,7 +24,6 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import re
 import stat
 import subprocess
@@ -39,6 +38,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from pelton_build.errors import BuildError
+from pelton_build.settings import environment
 
 __all__ = [
     "CHECKS",
@@ -859,7 +859,13 @@ _BUILD_PATH = re.compile(
 def private_strings() -> frozenset[str]:
     """Paths and names of this machine that must not be in a wheel: checkout, home, temporary folder, user."""
     checkout = Path(__file__).resolve().parents[2]
-    texts = {str(checkout), os.getcwd(), os.environ.get("PWD", ""), str(Path.home()), tempfile.gettempdir()}
+    texts = {
+        str(checkout),
+        str(Path.cwd()),
+        environment().get("PWD", ""),
+        str(Path.home()),
+        tempfile.gettempdir(),
+    }
     try:
         user = getpass.getuser()
     except (OSError, KeyError):

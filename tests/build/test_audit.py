@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from pelton_build import audit
 from pelton_build.audit import AuditError, CannotRun, audit_wheel
 from wheel_factory import (

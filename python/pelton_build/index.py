@@ -1,0 +1,592 @@
+"""The package index: static files, derived from the finished wheels alone.
+
+Layout below the output folder; every link is relative, so the folder works on any static host and below any path::
+
+    wheels/<hash>/<wheel>, <wheel>.metadata            each wheel once, with its METADATA beside it (PEP 658, 714)
+    p/<profile>/simple/<project>/index.html, .json     one index for each profile (PEP 503, 691, 700)
+    p/<profile>.<features>/simple/...                  a wheel built with another feature set has an index of its own
+    simple/...                                         the baseline profile's wheels, for a machine nothing is known of
+
+Installers take the highest local version label, so one index never holds two labels of one version.  Nothing is
+written unless every wheel passed: the names agree, the audit passes, no two wheels contradict each other.
+
+Writing is incremental, and safe to interrupt and to serve from at the same time: files are made under another name and
+renamed, first the wheels, then the pages that link to them; what no page links to any more goes last.  A wheel lies in
+a folder named after its bytes, so a rebuilt one never replaces what an old page still promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import html
+import json
+import logging
+import os
+import re
+import sys
+import time
+import tomllib
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pelton_build import audit
+from pelton_build.errors import BuildError
+
+__all__ = ["IndexBuildError", "IndexReport", "WheelEntry", "build_index", "main", "plan_pages", "read_wheel"]
+
+logger = logging.getLogger(__name__)
+
+STATE = ".index-state.json"  # a cache of what was read from unchanged wheels; deleting it only costs time
+STATE_FORMAT = 1
+CLOCK_SKEW = 300  # seconds that a wheel's time may lie ahead of the clock
+
+
+class IndexBuildError(BuildError):
+    """The wheels do not make a sound index; the index on disk is as it was."""
+
+
+@dataclass(frozen=True)
+class WheelEntry:
+    """One wheel as the index describes it."""
+
+    file_name: str
+    project: str  # normalized name
+    version: str  # with the label
+    profile: str
+    place: str  # the index it is on: the profile, and what its feature set adds to the label
+    sha256: str
+    size: int  # bytes
+    upload_time: str  # UTC, ISO 8601: when the file was written
+    metadata_sha256: str
+    requires_python: str
+    yanked: str | None = None  # the reason
+
+    @property
+    def location(self) -> str:
+        """Where the wheel lies below the output folder."""
+        return f"wheels/{self.sha256[:16]}/{self.file_name}"
+
+    @property
+    def public_version(self) -> str:
+        return self.version.partition("+")[0]
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """What a run did: paths relative to the output folder."""
+
+    out: Path
+    wheels: tuple[WheelEntry, ...]
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+    places: Mapping[str, tuple[str, ...]]  # folder of an index -> its files
+    notes: tuple[str, ...] = ()
+
+
+# --- reading ---
+
+
+def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
+    """The entry of one wheel and its METADATA.  Raises IndexBuildError when it fails its audit, AuditError when it is
+    no wheel of ours."""
+    from packaging.utils import canonicalize_name
+
+    report = audit.audit_wheel(path, only=set(audit.CHECKS) - {"auditwheel"})
+    if not report.ok:
+        first = "; ".join(str(finding) for finding in report.findings[:3])
+        more = f" and {len(report.findings) - 3} more" if len(report.findings) > 3 else ""
+        raise IndexBuildError(f"{path}: fails its audit: {first}{more}")
+    for result in report.skipped:
+        logger.warning("%s: check %s could not run: %s", path.name, result.name, result.skipped)
+    with audit.OpenedWheel(path) as wheel:
+        metadata = wheel.read(f"{wheel.dist_info}/METADATA")
+        claims = wheel.claims
+        features = wheel.info.get("features", {})
+        requires_python = str(wheel.metadata.get("Requires-Python", ""))
+        name = canonicalize_name(str(wheel.metadata["Name"]))
+        version = str(wheel.metadata["Version"])
+    status = path.stat()
+    if status.st_mtime > time.time() + CLOCK_SKEW:
+        raise IndexBuildError(
+            f"{path}: its time, {_utc(status.st_mtime)}, lies in the future; set this machine's clock, or touch the file"
+        )
+    entry = WheelEntry(
+        file_name=path.name,
+        project=name,
+        version=version,
+        profile=claims.profile,
+        place=place_of(claims.profile, claims.label, features),
+        sha256=_sha256_file(path),
+        size=status.st_size,
+        upload_time=_utc(status.st_mtime),
+        metadata_sha256=hashlib.sha256(metadata).hexdigest(),
+        requires_python=requires_python,
+    )
+    return entry, metadata
+
+
+def place_of(profile: str, label: str, features: Iterable[str]) -> str:
+    """The index that a wheel is on: ``cpu-avx2``, or ``cpu-avx2.fastmath`` when its features differ from the profile's.
+
+    The last segments of a label name the features that were changed (``fastmath`` on, ``nomarlin`` off).
+    """
+    marks = {re.sub(r"[^a-z0-9]", "", feature.lower()) for feature in features}
+    marks |= {f"no{mark}" for mark in marks}
+    segments = label.split(".")
+    changed: list[str] = []
+    while len(segments) > 1 and segments[-1] in marks:
+        changed.insert(0, segments.pop())
+    return ".".join([profile, *changed])
+
+
+def _utc(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- deciding ---
+
+
+def plan_pages(entries: Iterable[WheelEntry], baseline: str) -> dict[str, tuple[WheelEntry, ...]]:
+    """Which wheels each index holds: folder of the index -> entries, oldest version first.
+
+    Raises IndexBuildError when two labels of one version would be on one index.
+    """
+    from packaging.version import Version
+
+    pages: dict[str, list[WheelEntry]] = {}
+    for entry in entries:
+        pages.setdefault(f"p/{entry.place}/simple", []).append(entry)
+        if entry.place == baseline:
+            pages.setdefault("simple", []).append(entry)
+    for page, held in pages.items():
+        by_version: dict[tuple[str, str], WheelEntry] = {}
+        for entry in held:
+            other = by_version.setdefault((entry.project, entry.public_version), entry)
+            if other.version != entry.version:
+                raise IndexBuildError(
+                    f"{page}/: {other.file_name} and {entry.file_name} are two labels of version "
+                    f"{entry.public_version}, and installers would take the higher one on every machine; remove one"
+                )
+    return {
+        page: tuple(sorted(held, key=lambda e: (e.project, Version(e.version), e.file_name)))
+        for page, held in sorted(pages.items())
+    }
+
+
+def apply_yanks(entries: Sequence[WheelEntry], yanks: Mapping[str, str]) -> list[WheelEntry]:
+    """Mark the wheels that the yank file names, by version (with or without label) or file name (PEP 592)."""
+    known = {key for entry in entries for key in (entry.version, entry.public_version, entry.file_name)}
+    for key in yanks:
+        if key not in known:
+            raise IndexBuildError(f"yank file: {key!r} is neither a version nor a file of this index")
+    marked = []
+    for entry in entries:
+        reasons = [
+            yanks[key] for key in (entry.file_name, entry.version, entry.public_version) if key in yanks
+        ]
+        marked.append(replace(entry, yanked=reasons[0]) if reasons else entry)
+    return marked
+
+
+def read_yanks(path: Path) -> dict[str, str]:
+    """The yank file: one table ``[yanked]`` of version or file name = reason.  Raises IndexBuildError."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise IndexBuildError(f"{path}: cannot be read ({error})") from error
+    table = data.pop("yanked", {})
+    if data or not isinstance(table, dict):
+        raise IndexBuildError(
+            f'{path}: one table [yanked] with lines such as "0.2.0" = "reason" is all it may hold'
+        )
+    for key, reason in table.items():
+        if not isinstance(reason, str) or not reason.strip():
+            raise IndexBuildError(f"{path}: yanked.{key}: say why, as text")
+    return table
+
+
+# --- pages ---
+
+
+def link(entry: WheelEntry, page: str) -> str:
+    """Relative URL of the wheel from the project page of the index `page`; the plus sign is escaped, as some stores
+    read it as a blank."""
+    up = "../" * (page.count("/") + 2)
+    return f"{up}{urllib.parse.quote(entry.location)}"
+
+
+def project_html(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
+    """PEP 503 page of one project, with the attributes of PEP 592, 658 and 714."""
+    lines = []
+    for entry in entries:
+        attributes = {
+            "href": f"{link(entry, page)}#sha256={entry.sha256}",
+            "data-core-metadata": f"sha256={entry.metadata_sha256}",
+            "data-dist-info-metadata": f"sha256={entry.metadata_sha256}",
+        }
+        if entry.requires_python:
+            attributes["data-requires-python"] = entry.requires_python
+        if entry.yanked is not None:
+            attributes["data-yanked"] = entry.yanked
+        text = " ".join(f'{name}="{html.escape(value)}"' for name, value in attributes.items())
+        lines.append(f"    <a {text}>{html.escape(entry.file_name)}</a><br>")
+    return _page(f"Links for {project}", lines)
+
+
+def project_json(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
+    """PEP 691 document of one project, API version 1.1 (PEP 700)."""
+    files = []
+    for entry in entries:
+        metadata = {"sha256": entry.metadata_sha256}
+        description: dict[str, Any] = {
+            "filename": entry.file_name,
+            "url": link(entry, page),
+            "hashes": {"sha256": entry.sha256},
+            "size": entry.size,
+            "upload-time": entry.upload_time,
+            "core-metadata": metadata,
+            "dist-info-metadata": metadata,
+            "yanked": False if entry.yanked is None else entry.yanked,
+        }
+        if entry.requires_python:
+            description["requires-python"] = entry.requires_python
+        files.append(description)
+    document = {
+        "meta": {"api-version": "1.1"},
+        "name": project,
+        "versions": list(dict.fromkeys(entry.version for entry in entries)),
+        "files": files,
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def root_html(projects: Sequence[str]) -> str:
+    """PEP 503 page that lists the projects of an index."""
+    return _page("Simple index", [f'    <a href="{p}/">{p}</a><br>' for p in projects])
+
+
+def root_json(projects: Sequence[str]) -> str:
+    """PEP 691 document that lists the projects of an index."""
+    document = {"meta": {"api-version": "1.1"}, "projects": [{"name": project} for project in projects]}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _page(title: str, lines: Iterable[str]) -> str:
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            "  <head>",
+            '    <meta charset="utf-8">',
+            '    <meta name="pypi:repository-version" content="1.1">',
+            f"    <title>{html.escape(title)}</title>",
+            "  </head>",
+            "  <body>",
+            f"    <h1>{html.escape(title)}</h1>",
+            *lines,
+            "  </body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def pages_of(plan: Mapping[str, Sequence[WheelEntry]]) -> dict[str, str]:
+    """All pages: path relative to the output folder -> text.  Project pages come before the pages that list them."""
+    projects: dict[str, str] = {}
+    roots: dict[str, str] = {}
+    for page, entries in plan.items():
+        names = sorted({entry.project for entry in entries})
+        for name in names:
+            held = [entry for entry in entries if entry.project == name]
+            projects[f"{page}/{name}/index.json"] = project_json(page, name, held)
+            projects[f"{page}/{name}/index.html"] = project_html(page, name, held)
+        roots[f"{page}/index.json"] = root_json(names)
+        roots[f"{page}/index.html"] = root_html(names)
+    return {**projects, **roots}
+
+
+# --- writing ---
+
+
+@dataclass
+class _Writer:
+    """Writes below one folder, each file whole or not at all, and remembers what changed."""
+
+    out: Path
+    written: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+
+    def data(self, name: str, data: bytes) -> None:
+        path = self.out / name
+        if path.is_file() and path.read_bytes() == data:
+            return
+        with self._replacing(path) as temporary:
+            temporary.write_bytes(data)
+        self.written.append(name)
+
+    def copy(self, name: str, source: Path, entry: WheelEntry) -> None:
+        """Copy a wheel, unless a file of its size and time is there; the copy must have the hash that was promised."""
+        path = self.out / name
+        status = source.stat()
+        if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (
+            entry.size,
+            status.st_mtime_ns,
+        ):
+            return
+        with self._replacing(path) as temporary:
+            temporary.write_bytes(source.read_bytes())
+            if _sha256_file(temporary) != entry.sha256:
+                raise IndexBuildError(f"{source}: changed while the index was made; run it again")
+            os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
+        self.written.append(name)
+
+    @contextlib.contextmanager
+    def _replacing(self, path: Path) -> Iterator[Path]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
+        try:
+            yield temporary
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove_others(self, keep: set[str]) -> None:
+        """Remove files and empty folders of ours that no page links to any more."""
+        for top in ("p", "simple", "wheels"):
+            folder = self.out / top
+            for path in sorted(folder.rglob("*"), reverse=True):
+                name = path.relative_to(self.out).as_posix()
+                if path.is_dir() and not path.is_symlink():
+                    with contextlib.suppress(OSError):  # not empty
+                        path.rmdir()
+                elif name not in keep:
+                    path.unlink()
+                    self.removed.append(name)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def build_index(
+    wheels: Iterable[Path], out: Path, *, baseline: str, yanks: Mapping[str, str] | None = None
+) -> IndexReport:
+    """Make or update the index of `wheels` in the folder `out`.
+
+    Args:
+        wheels: wheel files; the same wheel twice is fine, two different files of one name are not.
+        baseline: the profile whose wheels are on ``simple/``.
+        yanks: version or file name -> reason (PEP 592).
+
+    Raises:
+        IndexBuildError, AuditError: nothing was written.
+    """
+    paths = sorted(set(wheels))
+    if not paths:
+        raise IndexBuildError("no wheels to index; build one first: nox -s build-<profile>")
+    if out.exists() and not out.is_dir():
+        raise IndexBuildError(f"{out}: not a folder")
+    foreign = (
+        []
+        if not out.is_dir() or (out / STATE).exists()
+        else [p.name for p in out.iterdir() if not p.name.startswith(".index-")]
+    )
+    if foreign:
+        raise IndexBuildError(
+            f"{out}: holds other files ({', '.join(sorted(foreign)[:3])}); choose an empty folder"
+        )
+    try:
+        return _build_index(paths, out, baseline, yanks or {})
+    except OSError as error:
+        raise IndexBuildError(f"{error.filename or out}: {error.strerror or error}") from error
+
+
+def _build_index(paths: Sequence[Path], out: Path, baseline: str, yanks: Mapping[str, str]) -> IndexReport:
+    state = _read_state(out)
+    entries: dict[str, WheelEntry] = {}
+    metadata: dict[str, bytes] = {}
+    sources: dict[str, Path] = {}
+    new_state: dict[str, Any] = {}
+    for path in paths:
+        status = path.stat()
+        key = [status.st_size, status.st_mtime_ns]
+        cached = state.get(path.name)
+        known = _from_cache(cached, out) if cached is not None and cached["key"] == key else None
+        entry, text = known or read_wheel(path)
+        other = entries.get(path.name)
+        if other is not None and other.sha256 != entry.sha256:
+            raise IndexBuildError(
+                f"{sources[path.name]} and {path}: two different wheels of one name; remove one"
+            )
+        entries.setdefault(path.name, entry)
+        sources.setdefault(path.name, path)
+        metadata.setdefault(path.name, text)
+        new_state.setdefault(path.name, {"key": key, "entry": asdict(entry)})
+
+    plan = plan_pages(apply_yanks(list(entries.values()), yanks), baseline)
+    pages = pages_of(plan)
+
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        writer = _Writer(out)
+        writer.data(STATE, _state_bytes(state))  # marks the folder as ours before anything else is in it
+        for name, entry in entries.items():
+            writer.copy(entry.location, sources[name], entry)
+            writer.data(f"{entry.location}.metadata", metadata[name])
+        for name, page in pages.items():
+            writer.data(name, page.encode())
+        wheel_files = {
+            f"{entry.location}{suffix}" for entry in entries.values() for suffix in ("", ".metadata")
+        }
+        writer.remove_others(set(pages) | wheel_files)
+        writer.data(STATE, _state_bytes(new_state))
+    notes = []
+    if "simple" not in plan:
+        notes.append(f"no wheel of the baseline profile {baseline}, so there is no simple/")
+    return IndexReport(
+        out=out,
+        wheels=tuple(entries.values()),
+        written=tuple(name for name in writer.written if name != STATE),
+        removed=tuple(writer.removed),
+        places={page: tuple(entry.file_name for entry in held) for page, held in plan.items()},
+        notes=tuple(notes),
+    )
+
+
+def _from_cache(cached: Mapping[str, Any], out: Path) -> tuple[WheelEntry, bytes] | None:
+    """Entry and METADATA of a wheel that was read before; None when the index no longer has its METADATA whole."""
+    entry = WheelEntry(**cached["entry"])
+    try:
+        text = (out / f"{entry.location}.metadata").read_bytes()
+    except OSError:
+        return None
+    return (entry, text) if hashlib.sha256(text).hexdigest() == entry.metadata_sha256 else None
+
+
+def _code_digest() -> str:
+    """Identifies the code that judged a cached wheel, so that a stricter audit looks at all of them again."""
+    digest = hashlib.sha256()
+    for module in (audit.__file__, __file__):
+        digest.update(Path(module).read_bytes())
+    return digest.hexdigest()
+
+
+def _state_bytes(wheels: Mapping[str, Any]) -> bytes:
+    return json.dumps({"format": STATE_FORMAT, "code": _code_digest(), "wheels": wheels}, indent=1).encode()
+
+
+def _read_state(out: Path) -> dict[str, Any]:
+    """The cache; empty when it is missing, damaged or made by other code."""
+    try:
+        state = json.loads((out / STATE).read_bytes())
+        if state["format"] != STATE_FORMAT or state["code"] != _code_digest():
+            return {}
+        wheels = state["wheels"]
+        for cached in wheels.values():
+            WheelEntry(**cached["entry"])
+            _ = cached["key"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return dict(wheels)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """One writer at a time."""
+    with (out / ".index-lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise IndexBuildError(f"{out}: another run writes this index; wait for it") from error
+        yield
+
+
+# --- command line ---
+
+
+def baseline_profile(root: Path) -> str:
+    """``tool.pelton-build.baseline-profile`` of the project's pyproject.toml; empty when it names none."""
+    try:
+        data = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError):
+        return ""
+    return str(data.get("tool", {}).get("pelton-build", {}).get("baseline-profile", ""))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m pelton_build.index``: the index of all wheels below a folder; exit code 0 when it was made."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pelton_build.index",
+        description="Make the static package index of the finished wheels.",
+    )
+    parser.add_argument("wheels", nargs="*", type=Path, metavar="WHEEL_OR_FOLDER", help="default: dist")
+    parser.add_argument("--out", type=Path, default=Path("site"), help="folder of the index (default: site)")
+    parser.add_argument(
+        "--baseline", default="", help="profile of simple/ (default: the project's baseline profile)"
+    )
+    parser.add_argument(
+        "--yank", type=Path, help="TOML file of yanked wheels (default: yanked.toml if it is there)"
+    )
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    yank = options.yank or (Path("yanked.toml") if Path("yanked.toml").exists() else None)
+    try:
+        report = build_index(
+            find_wheels(options.wheels or [Path("dist")]),
+            options.out,
+            baseline=options.baseline or baseline_profile(Path()),
+            yanks=read_yanks(yank) if yank else None,
+        )
+    except BuildError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    render(report)
+    return 0
+
+
+def find_wheels(places: Iterable[Path]) -> list[Path]:
+    """The wheels among files and below folders.  Raises IndexBuildError for a place that is not there."""
+    found: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            found += sorted(place.rglob("*.whl"))
+        elif place.suffix == ".whl" and place.is_file():
+            found.append(place)
+        else:
+            raise IndexBuildError(
+                f"{place}: neither a folder nor a wheel; build one first: nox -s build-<profile>"
+            )
+    return found
+
+
+def render(report: IndexReport) -> None:
+    """Print what was made as a table for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"index in {report.out}", title_justify="left")
+    for column in ("index", "wheels"):
+        table.add_column(column, overflow="fold")
+    for place, names in report.places.items():
+        table.add_row(f"{place}/", "\n".join(names))
+    console.print(table)
+    console.print(f"{len(report.written)} files written, {len(report.removed)} removed", highlight=False)
+    for note in report.notes:
+        console.print(note, style="yellow", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

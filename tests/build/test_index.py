@@ -1,0 +1,409 @@
+"""The index: what its pages say, what it refuses, that it is incremental and atomic, and what installers make of it."""
+
+from __future__ import annotations
+
+import hashlib
+import html.parser
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pelton_build import index
+from pelton_build.audit import AuditError
+from pelton_build.index import IndexBuildError, build_index, find_wheels, place_of, read_yanks
+from pelton_build.serve import serving
+from wheel_factory import WheelParts, labelled, make_wheel
+
+pytest.importorskip(
+    "elftools", reason="the audit's libraries are not installed: pip install pyelftools iced-x86"
+)
+pytest.importorskip(
+    "iced_x86", reason="the audit's libraries are not installed: pip install pyelftools iced-x86"
+)
+
+AVX512 = labelled("cpu-avx512", "cpu.avx512", archs=("x86-64-v4",))
+FAST = labelled("cpu-avx2", "cpu.avx2.fastmath")
+BASELINE = "cpu-avx2"
+
+
+@pytest.fixture
+def dist(tmp_path: Path) -> Path:
+    """Wheels of two profiles, a second version and one special feature set."""
+    folder = tmp_path / "dist"
+    make_wheel(folder / "cpu-avx2")
+    make_wheel(folder / "cpu-avx2", labelled("cpu-avx2", "cpu.avx2", version="0.2.0"))
+    make_wheel(folder / "cpu-avx2", FAST)
+    make_wheel(folder / "cpu-avx512", AVX512)
+    return folder
+
+
+def made(dist: Path, out: Path, **options: object) -> index.IndexReport:
+    return build_index(find_wheels([dist]), out, baseline=BASELINE, **options)  # type: ignore[arg-type]
+
+
+class Links(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[dict[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.links.append({name: value or "" for name, value in attrs})
+
+
+def links(page: Path) -> list[dict[str, str]]:
+    parser = Links()
+    parser.feed(page.read_text())
+    return parser.links
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(".index-")
+    }
+
+
+def test_indexes_and_their_wheels(dist: Path, tmp_path: Path) -> None:
+    report = made(dist, tmp_path / "site")
+    names = {place: [name.split("-py3")[0] for name in held] for place, held in report.places.items()}
+    assert names == {
+        "p/cpu-avx2/simple": ["pelton-0.1.0+cpu.avx2", "pelton-0.2.0+cpu.avx2"],
+        "p/cpu-avx2.fastmath/simple": ["pelton-0.1.0+cpu.avx2.fastmath"],
+        "p/cpu-avx512/simple": ["pelton-0.1.0+cpu.avx512"],
+        "simple": ["pelton-0.1.0+cpu.avx2", "pelton-0.2.0+cpu.avx2"],
+    }
+
+
+def test_pages_say_the_truth_in_both_forms(dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    made(dist, site)
+    pages = sorted(site.rglob("simple/pelton/index.html"))
+    assert len(pages) == 4
+    for page in pages:
+        assert 'data-requires-python="&gt;=3.11"' in page.read_text()
+        document = json.loads(page.with_suffix(".json").read_text())
+        assert document["meta"] == {"api-version": "1.1"}
+        assert document["name"] == "pelton"
+        found = links(page)
+        assert len(found) == len(document["files"]) == len(document["versions"])
+        for shown, described in zip(found, document["files"], strict=True):
+            url, _, fragment = shown["href"].partition("#")
+            assert url == described["url"]
+            assert "+" not in url and not url.startswith(("/", "http"))
+            wheel = (page.parent / urllib.parse.unquote(url)).resolve()
+            assert wheel.name == described["filename"]
+            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            assert fragment == f"sha256={digest}"
+            assert described["hashes"] == {"sha256": digest}
+            assert described["size"] == wheel.stat().st_size
+            assert described["requires-python"] == shown["data-requires-python"] == ">=3.11"
+            assert described["upload-time"] == time.strftime(
+                "%Y-%m-%dT%H:%M:%SZ", time.gmtime(wheel.stat().st_mtime)
+            )
+            metadata = wheel.with_name(f"{wheel.name}.metadata").read_bytes()
+            expected = hashlib.sha256(metadata).hexdigest()
+            assert described["core-metadata"] == described["dist-info-metadata"] == {"sha256": expected}
+            assert shown["data-core-metadata"] == shown["data-dist-info-metadata"] == f"sha256={expected}"
+            assert described["yanked"] is False and "data-yanked" not in shown
+        root = page.parent.parent
+        assert [link["href"] for link in links(root / "index.html")] == ["pelton/"]
+        assert json.loads((root / "index.json").read_text())["projects"] == [{"name": "pelton"}]
+
+
+PLACES = [
+    ("cpu-avx2", "cpu.avx2", "cpu-avx2"),
+    ("cpu-avx2", "cpu.avx2.fastmath", "cpu-avx2.fastmath"),
+    ("cuda-sm90", "cu130.sm90.fastmath.nomarlin", "cuda-sm90.fastmath.nomarlin"),
+    ("cuda-sm90", "cu130.sm90", "cuda-sm90"),
+    ("x", "fastmath", "x"),
+]
+
+
+@pytest.mark.parametrize(("profile", "label", "place"), PLACES)
+def test_place(profile: str, label: str, place: str) -> None:
+    assert place_of(profile, label, ["awq", "gptq", "marlin", "fast-math"]) == place
+
+
+def test_second_run_touches_nothing_and_reads_no_wheel(
+    dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site"
+    made(dist, site)
+    before = tree(site)
+    monkeypatch.setattr(
+        index.audit, "audit_wheel", lambda *a, **k: pytest.fail("an unchanged wheel was audited again")
+    )
+    report = made(dist, site)
+    assert report.written == () and report.removed == ()
+    assert tree(site) == before
+
+
+def test_a_new_wheel_and_a_removed_one(dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    made(dist, site)
+    make_wheel(
+        dist / "cpu-avx512", labelled("cpu-avx512", "cpu.avx512", version="0.2.0", archs=("x86-64-v4",))
+    )
+    for path in (dist / "cpu-avx2").glob("*fastmath*"):
+        path.unlink()
+    report = made(dist, site)
+    assert {name.split("/")[0] for name in report.written} == {"p", "wheels"}
+    assert all("cpu-avx512" in name or "cpu.avx512" in name for name in report.written)
+    assert report.removed and all("fastmath" in name for name in report.removed)
+    assert not (site / "p/cpu-avx2.fastmath").exists()
+
+
+def test_a_rebuilt_wheel_replaces_the_old_one(tmp_path: Path) -> None:
+    dist, site = tmp_path / "dist", tmp_path / "site"
+    make_wheel(dist)
+    made(dist, site)
+    path = make_wheel(dist, WheelParts().but(files={"pelton/new.py": b"NEW = 1\n"}))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+    made(dist, site)
+    document = json.loads((site / "simple/pelton/index.json").read_text())
+    assert document["files"][0]["hashes"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_damaged_state_costs_only_time(dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    made(dist, site)
+    before = tree(site)
+    for text in ("{", "[]", '{"format": 1}', ""):
+        (site / index.STATE).write_text(text)
+        assert made(dist, site).written == ()
+        assert tree(site) == before
+
+
+def _two_labels(dist: Path) -> None:
+    make_wheel(dist / "cpu-avx2", labelled("cpu-avx2", "cpu.avx2b"))
+
+
+def _same_name(dist: Path) -> None:
+    make_wheel(dist / "copy", WheelParts().but(files={"pelton/other.py": b"X = 1\n"}))
+
+
+def _renamed(dist: Path) -> None:
+    path = make_wheel(dist / "new", labelled("cpu-avx2", "cpu.avx2", version="0.3.0"))
+    path.rename(path.with_name(path.name.replace("0.3.0", "0.4.0")))
+
+
+def _failing(dist: Path) -> None:
+    make_wheel(dist / "new", labelled("cpu-avx2", "cpu.avx2", version="0.3.0").with_info(archs=["x86-64-v4"]))
+
+
+def _truncated(dist: Path) -> None:
+    path = make_wheel(dist / "new", labelled("cpu-avx2", "cpu.avx2", version="0.3.0"))
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+def _from_the_future(dist: Path) -> None:
+    path = make_wheel(dist / "new", labelled("cpu-avx2", "cpu.avx2", version="0.3.0"))
+    os.utime(path, (time.time() + 86400, time.time() + 86400))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "two labels of one version": (_two_labels, "two labels of version 0.1.0"),
+    "two wheels of one name": (_same_name, "two different wheels of one name"),
+    "renamed": (_renamed, "0.4.0.*fails its audit: name"),
+    "failing audit": (_failing, "0.3.0.*fails its audit: isa"),
+    "truncated": (_truncated, "0.3.0.*not a readable wheel"),
+    "from the future": (_from_the_future, "0.3.0.*lies in the future"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_and_nothing_written(case: str, dist: Path, tmp_path: Path) -> None:
+    spoil, text = REFUSED[case]
+    site = tmp_path / "site"
+    made(dist, site)
+    before = tree(site)
+    spoil(dist)
+    with pytest.raises((IndexBuildError, AuditError), match=text):
+        made(dist, site)
+    assert tree(site) == before
+    with pytest.raises((IndexBuildError, AuditError)):
+        made(dist, tmp_path / "fresh")
+    assert not (tmp_path / "fresh").exists()
+
+
+def test_the_same_wheel_in_two_folders_is_one(dist: Path, tmp_path: Path) -> None:
+    shutil.copytree(dist / "cpu-avx512", dist / "copy")
+    assert len(made(dist, tmp_path / "site").wheels) == 4
+
+
+def test_no_wheels_and_foreign_folder(tmp_path: Path) -> None:
+    with pytest.raises(IndexBuildError, match="no wheels"):
+        build_index([], tmp_path / "site", baseline=BASELINE)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
+    with pytest.raises(IndexBuildError, match=r"holds other files \(cat.jpg\)"):
+        build_index([make_wheel(tmp_path)], tmp_path / "photos", baseline=BASELINE)
+    with pytest.raises(IndexBuildError, match="neither a folder nor a wheel"):
+        find_wheels([tmp_path / "gone"])
+
+
+@pytest.mark.parametrize("after", range(9))
+def test_interrupted_run_leaves_a_sound_index(
+    after: int, dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the moment of the crash, every page links to files that are there with their promised hashes, and the
+    next run makes what it should be."""
+    site = tmp_path / "site"
+    made(dist, site)
+    make_wheel(
+        dist / "cpu-avx512", labelled("cpu-avx512", "cpu.avx512", version="0.2.0", archs=("x86-64-v4",))
+    )
+    rebuilt = make_wheel(dist / "cpu-avx2", WheelParts().but(files={"pelton/new.py": b"NEW = 1\n"}))
+    os.utime(rebuilt, ns=(0, rebuilt.stat().st_mtime_ns + 10**9))
+    real = Path.replace
+    calls = 0
+
+    def replace(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            made(dist, site)
+    for page in site.rglob("simple/pelton/index.html"):
+        for shown in links(page):
+            url, _, fragment = shown["href"].partition("#sha256=")
+            wheel = page.parent / urllib.parse.unquote(url)
+            assert hashlib.sha256(wheel.read_bytes()).hexdigest() == fragment
+            metadata = wheel.with_name(f"{wheel.name}.metadata").read_bytes()
+            assert shown["data-core-metadata"] == f"sha256={hashlib.sha256(metadata).hexdigest()}"
+    made(dist, site)
+    made(dist, tmp_path / "fresh")
+    pages = {name: data for name, (_, data) in tree(site).items()}
+    assert pages == {name: data for name, (_, data) in tree(tmp_path / "fresh").items()}
+
+
+def test_yanked(dist: Path, tmp_path: Path) -> None:
+    file = tmp_path / "yanked.toml"
+    file.write_text('[yanked]\n"0.2.0" = "wrong <results> & slow"\n')
+    site = tmp_path / "site"
+    made(dist, site, yanks=read_yanks(file))
+    document = json.loads((site / "simple/pelton/index.json").read_text())
+    assert [f["yanked"] for f in document["files"]] == [False, "wrong <results> & slow"]
+    assert [link.get("data-yanked") for link in links(site / "simple/pelton/index.html")] == [
+        None,
+        "wrong <results> & slow",
+    ]
+    for text, message in [
+        ('[yanked]\n"0.9.0" = "gone"\n', "neither a version nor a file"),
+        ('[yanked]\n"0.2.0" = ""\n', "say why"),
+        ('[yank]\n"0.2.0" = "x"\n', r"table \[yanked\]"),
+        ("[yanked", "cannot be read"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(IndexBuildError, match=message):
+            made(dist, site, yanks=read_yanks(file))
+
+
+def test_served_with_types_that_installers_ask_for(dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    made(dist, site)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with serving(site) as url:
+        with opener.open(f"{url}/simple/pelton/") as answer:
+            assert answer.headers.get_content_type() == "text/html"
+        with opener.open(f"{url}/simple/pelton") as answer:  # without the final slash: redirected
+            assert answer.url.endswith("/simple/pelton/")
+        with opener.open(f"{url}/simple/pelton/index.json") as answer:
+            assert answer.headers.get_content_type() == "application/vnd.pypi.simple.v1+json"
+
+
+def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("PIP_") and "proxy" not in k.lower()
+    }
+    environment |= {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_CACHE_DIR": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+    command = [sys.executable, "-m", "pip", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("path", "requirement", "expected"),
+    [
+        ("/simple/", "pelton", "pelton-0.2.0+cpu.avx2-"),
+        ("/simple", "Pelton", "pelton-0.2.0+cpu.avx2-"),
+        ("/simple/", "pelton==0.1.0", "pelton-0.1.0+cpu.avx2-"),
+        ("/p/cpu-avx512/simple/", "pelton", "pelton-0.1.0+cpu.avx512-"),
+        ("/p/cpu-avx2.fastmath/simple/", "pelton", "pelton-0.1.0+cpu.avx2.fastmath-"),
+    ],
+)
+def test_pip_takes_the_right_wheel(
+    path: str, requirement: str, expected: str, dist: Path, tmp_path: Path
+) -> None:
+    site, got = tmp_path / "site", tmp_path / "got"
+    made(dist, site)
+    with serving(site) as url:
+        done = pip(
+            "download", "--no-deps", "--only-binary", ":all:", "-d", str(got), "-i", url + path, requirement
+        )
+    assert done.returncode == 0, done.stderr
+    assert [wheel.name.startswith(expected) for wheel in got.iterdir()] == [True]
+
+
+@pytest.mark.parametrize(
+    "restriction",
+    [
+        ("--python-version", "3.10"),
+        ("--platform", "musllinux_1_2_x86_64"),
+        ("--platform", "manylinux_2_17_x86_64"),
+        ("--platform", "manylinux_2_28_aarch64"),
+    ],
+)
+def test_pip_takes_nothing_where_nothing_fits(
+    restriction: tuple[str, str], dist: Path, tmp_path: Path
+) -> None:
+    site, got = tmp_path / "site", tmp_path / "got"
+    made(dist, site)
+    with serving(site) as url:
+        options = ("--no-deps", "--only-binary", ":all:", "-d", str(got), "-i", f"{url}/simple/")
+        done = pip("download", *options, *restriction, "pelton")
+    assert done.returncode != 0
+    assert "No matching distribution" in done.stderr
+    assert not got.exists() or not list(got.iterdir())
+
+
+def test_pip_and_yanked_versions(dist: Path, tmp_path: Path) -> None:
+    site, got = tmp_path / "site", tmp_path / "got"
+    made(dist, site, yanks={"0.2.0": "wrong results"})
+    with serving(site) as url:
+        options = ("download", "--no-deps", "--only-binary", ":all:", "-d", str(got), "-i", f"{url}/simple/")
+        assert pip(*options, "pelton").returncode == 0
+        assert [wheel.name.split("-py3")[0] for wheel in got.iterdir()] == ["pelton-0.1.0+cpu.avx2"]
+        pinned = pip(*options, "pelton==0.2.0")
+    assert pinned.returncode == 0
+    assert "wrong results" in pinned.stdout + pinned.stderr
+
+
+def test_command_line(dist: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pelton_build.index", str(dist), "--out", str(tmp_path / "site")]
+    done = subprocess.run([*command, "--baseline", BASELINE], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "p/cpu-avx512/simple/" in done.stdout
+    _failing(dist)
+    failed = subprocess.run([*command, "--baseline", BASELINE], check=False, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "fails its audit" in failed.stderr and "Traceback" not in failed.stderr
