@@ -20,7 +20,7 @@ from pelton.errors import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["NULL_BLOCK", "BlockPool", "hash_block", "extend_block_hashes"]
+__all__ = ["NULL_BLOCK", "BlockPool", "extend_block_hashes", "hash_block"]
 
 #: Never handed to a request: padding in block tables points here.
 NULL_BLOCK = 0
