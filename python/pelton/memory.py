@@ -1,0 +1,130 @@
+"""Bytes: reading and writing sizes, the memory of this machine, and how much of it the KV cache gets."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CapacityError, InvalidValueError
+
+__all__ = ["KvCachePlan", "available_memory", "format_bytes", "parse_bytes", "plan_kv_cache"]
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+#: share of the free memory that the KV cache takes when nobody says how much
+DEFAULT_SHARE = 0.25
+#: share of the free memory that it takes at most, so that one sequence of max_model_len fits
+HIGHEST_SHARE = 0.8
+
+
+def parse_bytes(value: float | str, name: str) -> int:
+    """Bytes of a number or a text like "2GiB", "512 MiB" or "1.5GB"; `name` is the parameter in the error."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    elif not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer():
+        return int(value)
+    raise InvalidValueError(
+        f'{name} must be a number of bytes or a size like "2GiB" or "512MiB", found {value!r}'
+    )
+
+
+def format_bytes(count: int) -> str:
+    """A size for people: "1.50 GiB"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process can still take: what the machine has free, or the control group's limit leaves.
+
+    `root` is where proc and sys are found (for tests). 1. MemAvailable of /proc/meminfo, else the free pages of
+    sysconf. 2. The memory limit of control groups version 2, else version 1, less what is used already.
+    """
+    free = _meminfo(root) or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit_file, usage_file in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _number_in(root / limit_file), _number_in(root / usage_file)
+        if limit is not None and usage is not None:
+            return max(0, min(free, limit - usage))
+    return free
+
+
+def _meminfo(root: Path) -> int | None:
+    try:
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+
+
+@dataclass(frozen=True)
+class KvCachePlan:
+    """How large the KV cache is, and why: `num_blocks` blocks (the null block is one) of `bytes_per_block`."""
+
+    num_blocks: int
+    bytes_per_block: int
+    reason: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+
+def plan_kv_cache(
+    *,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_memory: int | None,
+    available: int,
+) -> KvCachePlan:
+    """Decide the number of KV blocks.
+
+    1. `kv_cache_memory` is taken as it is. 2. Else a quarter of the available memory, more (up to four fifths) when
+    one sequence of `max_model_len` needs it, and never more than `max_num_seqs` such sequences can use.
+
+    Raises:
+        CapacityError: one sequence of `max_model_len` does not fit.
+    """
+    blocks_per_sequence = -(-max_model_len // block_size)
+    needed = (blocks_per_sequence + 1) * bytes_per_block
+    if kv_cache_memory is not None:
+        budget, reason = kv_cache_memory, "kv_cache_memory"
+    else:
+        share = max(int(available * DEFAULT_SHARE), min(needed, int(available * HIGHEST_SHARE)))
+        most = (max_num_seqs * blocks_per_sequence + 1) * bytes_per_block
+        budget = min(share, most)
+        reason = f"{max_num_seqs} sequences of {max_model_len} tokens" if budget == most else "free memory"
+    num_blocks = budget // bytes_per_block
+    if num_blocks <= blocks_per_sequence:
+        fits = max(0, num_blocks - 1) * block_size
+        shorter = f"lower max_model_len to {fits} or less" if fits else "lower max_model_len and block_size"
+        if kv_cache_memory is not None:
+            found = f"kv_cache_memory is {budget} bytes ({format_bytes(budget)}): give at least {needed}, or"
+        else:
+            found = (
+                f"{budget} bytes ({format_bytes(budget)}) can be had of the {available} bytes that are free:"
+            )
+        raise CapacityError(
+            f"KV budget too small for one sequence: max_model_len={max_model_len} needs {needed} bytes "
+            f"({format_bytes(needed)}), {found} {shorter}"
+        )
+    return KvCachePlan(num_blocks, bytes_per_block, reason)
