@@ -11,6 +11,7 @@ from collections.abc import Iterable
 __all__ = [
     "CapacityError",
     "CheckpointError",
+    "HardwareMismatch",
     "InvalidValueError",
     "LibraryError",
     "ModelOutputError",
@@ -57,6 +58,21 @@ class TokenizerError(PeltonError, ValueError):
 
 class LibraryError(PeltonError, ImportError):
     """The compiled library is missing, or was not made for this machine."""
+
+
+class HardwareMismatch(LibraryError):
+    """The installed build is for another machine: what was found, what it needs, and the command that helps."""
+
+    def __init__(self, what: str, *, found: str, needed: str, install: str) -> None:
+        super().__init__(f"{what}: found {found}; needed {needed}. What helps: {install}")
+        self.what, self.found, self.needed, self.install = what, found, needed, install
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _hardware_mismatch, (self.what, self.found, self.needed, self.install)
+
+
+def _hardware_mismatch(what: str, found: str, needed: str, install: str) -> HardwareMismatch:
+    return HardwareMismatch(what, found=found, needed=needed, install=install)
 
 
 class ModelOutputError(PeltonError, ArithmeticError):

@@ -226,8 +226,10 @@ class Claims:
     size_budget: int  # bytes
 
     @classmethod
-    def read(cls, info: Mapping[str, Any], where: str) -> Claims:
-        """Raises :class:`AuditError` naming the key that is missing or of another type."""
+    def read(cls, info: Mapping[str, Any], where: str, library: str) -> Claims:
+        """The claims in a build info; `library` is the library's name when the build info gives none.
+
+        Raises :class:`AuditError` naming the key that is missing or of another type."""
 
         def get(key: str, kind: type) -> Any:
             value = info.get(key)
@@ -243,7 +245,7 @@ class Claims:
             archs=tuple(map(str, get("archs", list))),
             glibc=get("glibc", str),
             torch_floor=get("torch_floor", str),
-            library=get("library", str),
+            library=str(info.get("library", library)),
             host_pythons=tuple(map(str, get("host_pythons", list))),
             size_budget=get("size_budget", int),
         )
@@ -349,7 +351,7 @@ class OpenedWheel:
     @cached_property
     def claims(self) -> Claims:
         """What the wheel says of itself."""
-        return Claims.read(self.info, f"{self.path}: {self.info_path}")
+        return Claims.read(self.info, f"{self.path}: {self.info_path}", f"lib{self.package}.so")
 
     @cached_property
     def binaries(self) -> tuple[Binary, ...]:
