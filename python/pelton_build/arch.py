@@ -69,10 +69,11 @@ _CUDA = (
 _RENAMED = ((101, 110, "13.0"),)
 
 _ROCM = (
-    "gfx803 gfx900 gfx902 gfx904 gfx906 gfx908 gfx909 gfx90a gfx90c gfx940 gfx941 gfx942 gfx950 "
-    "gfx1010 gfx1011 gfx1012 gfx1013 gfx1030 gfx1031 gfx1032 gfx1033 gfx1034 gfx1035 gfx1036 "
-    "gfx1100 gfx1101 gfx1102 gfx1103 gfx1150 gfx1151 gfx1152 gfx1153 gfx1200 gfx1201"
-).split()
+    "gfx803", "gfx900", "gfx902", "gfx904", "gfx906", "gfx908", "gfx909", "gfx90a", "gfx90c", "gfx940", "gfx941",
+    "gfx942", "gfx950", "gfx1010", "gfx1011", "gfx1012", "gfx1013", "gfx1030", "gfx1031", "gfx1032", "gfx1033",
+    "gfx1034", "gfx1035", "gfx1036", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152",
+    "gfx1153", "gfx1200", "gfx1201",
+)  # fmt: skip
 _SRAMECC = ("gfx906", "gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 _ROCM_FEATURES = {"sramecc": _SRAMECC, "xnack": ("gfx900", "gfx902", "gfx904", "gfx909", "gfx90c", *_SRAMECC)}
 
@@ -115,7 +116,7 @@ _CUDA_NAMES = _cuda_names()
 
 def known_archs(backend: str) -> tuple[str, ...]:
     """Every arch name that `backend` knows, in order. ROCm's target features (`:xnack-`) come on top."""
-    return {"cuda": tuple(_CUDA_NAMES), "rocm": tuple(_ROCM), "cpu": tuple(_CPU)}[backend]
+    return {"cuda": tuple(_CUDA_NAMES), "rocm": _ROCM, "cpu": tuple(_CPU)}[backend]
 
 
 def cpu_flags_of(level: str) -> frozenset[str]:

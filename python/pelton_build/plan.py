@@ -330,26 +330,21 @@ def render(plan: Plan) -> str:
         [
             ("backend", f"{plan.backend}, {', '.join(plan.archs)}"),
             ("glibc", f"{plan.glibc} ({plan.platform_tag})"),
-            ("size budget", Size(plan.size_budget).human()),
+            ("size budget", str(Size(plan.size_budget))),
             ("requires", ", ".join(plan.requires)),
             ("C++ standard", str(plan.cxx_standard)),
             ("jobs", plan.jobs.arithmetic),
         ]
     )
     lines += ["", "Settings"]
-    lines += _table(
-        (s.name, s.value, s.origin + (f"; lost: {', '.join(s.overridden)}" if s.overridden else ""))
-        for s in plan.settings
-    )
+    for line, setting in zip(
+        _table((s.name, s.value, s.origin) for s in plan.settings), plan.settings, strict=True
+    ):
+        lines += [line, *(f"    not used: {lost}" for lost in setting.overridden)]
     lines += ["", "Features"]
-    lines += _table(
-        (
-            f.name,
-            "on" if f.enabled else "off",
-            f.origin + (f"; lost: {', '.join(f.overridden)}" if f.overridden else ""),
-        )
-        for f in plan.features
-    )
+    rows = [(f.name, "on" if f.enabled else "off", f.origin) for f in plan.features]
+    for line, feature in zip(_table(rows), plan.features, strict=True):
+        lines += [line, *(f"    not used: {lost}" for lost in feature.overridden)]
     lines += ["", "Toolchain"]
     tools = [
         (

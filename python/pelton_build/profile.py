@@ -85,7 +85,7 @@ class Wheel:
     `0.1.0+cpu.avx2`. `{cuda_major}` and `{cuda_major_minor}` stand for the toolkit's version."""
     size_budget: Size
     """Most that the wheel file may have, such as `5 MiB`."""
-    glibc: Version = Version((2, 28))
+    glibc: Version = field(default_factory=lambda: Version((2, 28)))
     """Oldest glibc that the wheel runs with."""
     requires: tuple[str, ...] = ()
     """Requirements of this profile's wheel besides those of the project, as `name>=1,<2`."""
@@ -236,7 +236,7 @@ def _value(kind: Any, data: Any, shown: str, where: str) -> object:
             raise ProfileError(f"{shown}: {where}: {error}") from None
     if origin is tuple:
         if not isinstance(data, list):
-            raise wrong(f"a list, such as [{data!r}]" if isinstance(data, str) else "a list")
+            raise wrong(f'a list, such as ["{data}"]' if isinstance(data, str) else "a list")
         return tuple(
             _value(arguments[0], item, shown, f"{where}[{index}]") for index, item in enumerate(data)
         )

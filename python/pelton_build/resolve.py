@@ -155,7 +155,7 @@ def _looked(places: tuple[str, ...]) -> str:
 
 def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Profile) -> Tool | None:
     """The toolkit found, of an allowed version; None when there is none. Raises ToolchainError."""
-    probe = toolchain.cuda if kind == "cuda" else toolchain.rocm
+    probe, variable = (toolchain.cuda, "CUDA_HOME") if kind == "cuda" else (toolchain.rocm, "ROCM_PATH")
     if probe.problem:
         raise ToolchainError(probe.problem)
     tool = probe.tool
@@ -175,10 +175,15 @@ def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Pr
                 else ""
             )
         )
-    if tool.headers_version and not _same_release(tool.version, tool.headers_version):
+    if not tool.headers_version:
+        raise ToolchainError(
+            f"{where} has no headers beside it{f' in {tool.root}' if tool.root else ''}; install the whole toolkit, or set "
+            f"{variable} to one that is{others}"
+        )
+    if not _same_release(tool.version, tool.headers_version):
         raise ToolchainError(
             f"{where} and the headers in {tool.root} ({tool.headers_version}) are of two versions; "
-            "install one toolkit whole, or set CUDA_HOME to one that is"
+            f"install one toolkit whole, or set {variable} to one that is{others}"
         )
     return tool
 
@@ -225,12 +230,12 @@ def _host_compiler(
         raise ToolchainError(
             f"{profile.file}: toolchain.{tool.name}: found {where}, needed {allowed}; install it and set CXX to it"
         )
-    if gpu is not None and gpu.kind == "cuda" and tool.name == "gcc" and gpu.host_limit:
-        if Version.parse(tool.version).parts[0] > int(gpu.host_limit):
-            raise ToolchainError(
-                f"{where} is too new for {gpu.name} {gpu.version}, which accepts gcc up to {gpu.host_limit}; install "
-                f"g++-{gpu.host_limit} and set CXX=g++-{gpu.host_limit}"
-            )
+    limit = gpu.host_limit if gpu is not None and tool.name == "gcc" else ""
+    if gpu is not None and limit and Version.parse(tool.version).parts[0] > int(limit):
+        raise ToolchainError(
+            f"{where} is too new for {gpu.name} {gpu.version}, which accepts gcc up to {limit}; install "
+            f"g++-{limit} and set CXX=g++-{limit}"
+        )
     return tool
 
 

@@ -11,13 +11,13 @@ An empty variable counts as unset; blanks around a value do not count.
 | `-C feature.NAME=on` or `off` | the variable that the kernel table names | a feature |
 | `-C jobs=N` | `MAX_JOBS` | compiler processes at once |
 | | `PELTON_TORCH_DIR` | the folder of a torch package to take the headers from |
+| | `PELTON_VERSION` | the project's version |
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +34,7 @@ __all__ = [
     "pass_through",
     "read_choices",
     "scrubbed",
+    "split_setting",
 ]
 
 ConfigSettings = Mapping[str, "str | bool | Sequence[str]"]
@@ -41,6 +42,7 @@ ConfigSettings = Mapping[str, "str | bool | Sequence[str]"]
 
 PREFIX = "PELTON_"
 PROFILE, DEVICE, TORCH_DIR, JOBS = "PELTON_PROFILE", "PELTON_TARGET_DEVICE", "PELTON_TORCH_DIR", "MAX_JOBS"
+VERSION = "PELTON_VERSION"  # read by `version`
 
 # Config settings of the backend that ours wraps: the first part of the dotted key.
 _WRAPPED = (
@@ -113,7 +115,14 @@ def environment() -> Mapping[str, str]:
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables that `read_choices` says are not used: run compilers and CMake in it."""
-    dropped = {*_ARCH_VARIABLES, *_FLAG_VARIABLES, *_CMAKE_VARIABLES, "CMAKE_BUILD_PARALLEL_LEVEL"}
+    dropped = {
+        *_ARCH_VARIABLES,
+        *_FLAG_VARIABLES,
+        *_CMAKE_VARIABLES,
+        "CMAKE_BUILD_PARALLEL_LEVEL",
+        "CUDAHOSTCXX",
+        "HIPHOSTCXX",
+    }
     return {
         name: value
         for name, value in environ.items()
@@ -243,7 +252,13 @@ def _jobs(setting: Setting | None) -> Setting | None:
 
 
 def _refuse_unknown(env: Mapping[str, str], table: KernelTable) -> None:
-    known = [PROFILE, DEVICE, TORCH_DIR, *(f.environment for f in table.features.values() if f.environment)]
+    known = [
+        PROFILE,
+        DEVICE,
+        TORCH_DIR,
+        VERSION,
+        *(f.environment for f in table.features.values() if f.environment),
+    ]
     allowed = {*known, *table.library.environment}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in allowed:
@@ -272,6 +287,10 @@ def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
             notes.append(
                 f"{name}={value} is not used: compiler flags follow from the profile and the kernel table"
             )
+        elif name in ("CUDAHOSTCXX", "HIPHOSTCXX"):
+            notes.append(
+                f"{name}={value} is not used: the host compiler of GPU code is that of the C++ code, set CXX"
+            )
         elif name == "CMAKE_BUILD_PARALLEL_LEVEL":
             notes.append(f"{name}={value} is not used: set {JOBS}")
         elif name in _CMAKE_VARIABLES:
@@ -284,14 +303,9 @@ def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def split_feature(text: str) -> tuple[str, str]:
-    """`marlin=off` as key and value of a config setting. Raises ChoiceError."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise ChoiceError(f"--feature {text}: write NAME=on or NAME=off")
-    return f"feature.{name.strip()}", value
-
-
-def words(text: str) -> list[str]:
-    """A command line variable such as CXX as its words. Raises ValueError on unbalanced quotes."""
-    return shlex.split(text)
+def split_setting(option: str, text: str, form: str) -> tuple[str, str]:
+    """`KEY=VALUE` of the command line as a pair. Raises ChoiceError."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ChoiceError(f"{option}{text}: write {form}")
+    return key.strip(), value

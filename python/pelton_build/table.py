@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -78,7 +78,7 @@ class Source:
     path: str
     archs: tuple[str, ...] = ()
     """The only archs it is for; empty for all."""
-    toolkit: VersionRange = VersionRange()
+    toolkit: VersionRange = field(default_factory=VersionRange)
     """Versions of the backend's toolkit (of the host compiler, for the CPU) that can compile it."""
     definitions: tuple[str, ...] = ()
     feature: str = ""

@@ -2,15 +2,55 @@
 
 Nothing is imported and nothing is guessed from names: programs are asked, with a time limit each, and headers are
 read. A probe that fails is a value too; only `resolve` decides whether the plan minds.
+
+The order in which a tool is taken; a variable that is set and unusable is an error, whatever else would do:
+
+- C++ compiler: `CXX`; then `g++`, `c++`, `clang++` on PATH.
+- CUDA: `CUDACXX` (a program); `CUDA_HOME`, `CUDA_PATH` (folders with bin/nvcc); `nvcc` on PATH; /usr/local/cuda,
+  /opt/cuda, /usr/local/cuda-* from the newest on. The headers are those of the toolkit that the program belongs to.
+- ROCm: `HIPCXX` (a program); `ROCM_PATH`, `HIP_PATH` (folders); `amdclang++` or `hipcc` on PATH; /opt/rocm,
+  /opt/rocm-* from the newest on; a clang++ on PATH beside HIP headers in /usr.
+- torch headers: `PELTON_TORCH_DIR`; the environment that is being installed into; the build environment.
+- Pythons for the host extension: the running one; `python3.N` on PATH; those of pyenv; /opt/python.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .plan import HostPython, Tool, TorchHeaders
+from .settings import TORCH_DIR, Choices
+from .values import Version
 
-__all__ = ["Probe", "Toolchain"]
+__all__ = [
+    "Probe",
+    "Ran",
+    "Toolchain",
+    "probe_cuda",
+    "probe_cxx",
+    "probe_pythons",
+    "probe_rocm",
+    "probe_toolchain",
+    "probe_torch",
+    "run_limited",
+]
+
+LIMIT = 10.0
+"""Seconds that a program has to answer in."""
+
+OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
@@ -24,7 +64,7 @@ class Probe:
     others: tuple[Tool, ...] = ()
     """What else was seen and not taken."""
     looked: tuple[str, ...] = ()
-    """Where was looked, in order."""
+    """Where was looked, in order, with what was wrong there."""
 
 
 @dataclass(frozen=True)
@@ -48,3 +88,546 @@ class Toolchain:
     memory: int = 2 << 30
     """Bytes available."""
     memory_origin: str = "assumed"
+
+
+def probe_toolchain(environ: Mapping[str, str], choices: Choices, root: Path = Path("/")) -> Toolchain:
+    """This machine as it is now. `root` is the file system's root, for tests. Raises nothing."""
+    cores, cores_origin = probe_cores(root)
+    memory, memory_origin = probe_memory(root)
+    wanted = choices.torch_dir.value if choices.torch_dir is not None else None
+    torch, torch_problem = probe_torch(wanted, _package_folders(), [Path(entry or ".") for entry in sys.path])
+    pythons, pythons_out = probe_pythons(environ, root)
+    machine = os.uname().machine if hasattr(os, "uname") else "unknown"
+    return Toolchain(
+        system=sys.platform,
+        machine={"amd64": "x86_64", "arm64": "aarch64"}.get(machine.lower(), machine.lower()),
+        cxx=probe_cxx(environ),
+        cuda=probe_cuda(environ, root),
+        rocm=probe_rocm(environ, root),
+        torch=torch,
+        torch_problem=torch_problem,
+        pythons=pythons,
+        pythons_out=pythons_out,
+        cores=cores,
+        cores_origin=cores_origin,
+        memory=memory,
+        memory_origin=memory_origin,
+    )
+
+
+# --- asking programs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a program answered."""
+
+    out: str = ""
+    err: str = ""
+    problem: str = ""
+    """Why the answer does not count, as half a sentence; empty when the program ended with 0."""
+
+
+def run_limited(
+    command: Sequence[str], environ: Mapping[str, str], limit: float = LIMIT, text: str = ""
+) -> Ran:
+    """Run a program with nothing to read but `text`, for at most `limit` seconds; then it and its children are
+    killed. Raises nothing."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environ, "LC_ALL": "C"},
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except (OSError, ValueError) as error:
+        return Ran(problem=f"cannot be run ({getattr(error, 'strerror', None) or error})")
+    try:
+        out, err = process.communicate(text, timeout=limit)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
+        return Ran(problem=f"gives no answer within {limit:g} s")
+    if process.returncode != 0:
+        said = (err.strip() or out.strip()).splitlines()
+        code = process.returncode
+        how = f"ends with status {code}" if code > 0 else f"is killed by signal {-code}"
+        return Ran(out, err, how + (f" ({said[0][:200]})" if said else ""))
+    return Ran(out, err)
+
+
+def _which(name: str, environ: Mapping[str, str]) -> str | None:
+    return shutil.which(name, path=environ.get("PATH", ""))
+
+
+def _program(variable: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """The one program that a variable names, as (path, "") or ("", problem)."""
+    value = environ[variable].strip()
+    if path := _which(value, environ):
+        return path, ""
+    try:
+        words = shlex.split(value)
+    except ValueError:
+        words = [value]
+    if len(words) > 1:
+        hint = "; for a launcher such as ccache use -C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"
+        return (
+            "",
+            f"{variable}={value}: name one program without arguments, such as {variable}={words[-1]}{hint}",
+        )
+    return "", f"{variable}={value}: there is no such program; set {variable} to one that exists or unset it"
+
+
+def _version_in(text: str) -> str:
+    """The first version number in `text`, empty when there is none."""
+    match = re.search(r"\d+(?:\.\d+){0,3}", text)
+    return match[0] if match else ""
+
+
+# --- host compiler ---------------------------------------------------------------------------------------------------
+
+
+def probe_cxx(environ: Mapping[str, str]) -> Probe:
+    """The C++ compiler."""
+    if environ.get("CXX", "").strip():
+        path, problem = _program("CXX", environ)
+        if problem:
+            return Probe(problem=problem)
+        tool, why = _cxx(path, "CXX", environ)
+        return Probe(
+            tool, f"CXX={environ['CXX']}: {path} {why}; set CXX to a C++ compiler or unset it" if why else ""
+        )
+    looked = []
+    for name in ("g++", "c++", "clang++"):
+        found = _which(name, environ)
+        if found is None:
+            looked.append(f"{name} on PATH")
+            continue
+        tool, why = _cxx(found, "PATH", environ)
+        if tool is not None:
+            return Probe(tool, looked=tuple(looked))
+        looked.append(f"{found}, which {why}")
+    return Probe(looked=tuple(looked))
+
+
+def _cxx(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | None, str]:
+    """The compiler at `path`, or why it is none."""
+    said = run_limited([path, "--version"], environ)
+    if said.problem:
+        return None, said.problem
+    if "clang" in said.out:
+        version = _version_in(said.out.partition("version")[2])
+        return (
+            (Tool("cxx", "clang", path, version, origin), "")
+            if version
+            else (None, "does not tell its version")
+        )
+    # Asked for the number alone: the first line of --version is the distributor's.
+    number = run_limited([path, "-dumpfullversion", "-dumpversion"], environ)
+    version = number.out.strip() if not number.problem else ""
+    if not re.fullmatch(r"\d+(\.\d+){0,3}", version):
+        return None, f"is neither gcc nor clang (it says {(said.out.splitlines() or [''])[0][:100]!r})"
+    return Tool("cxx", "gcc", path, version, origin), ""
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+def probe_cuda(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
+    """The CUDA toolkit."""
+    return _toolkit(
+        environ,
+        program_variable="CUDACXX",
+        folder_variables=("CUDA_HOME", "CUDA_PATH"),
+        inside=("bin/nvcc",),
+        on_path=("nvcc",),
+        folders=_folders(root, ("usr/local/cuda", "opt/cuda"), "usr/local/cuda-*"),
+        ask=_cuda,
+    )
+
+
+def _cuda(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | None, str]:
+    said = run_limited([path, "--version"], environ)
+    if said.problem:
+        return None, said.problem
+    match = re.search(r"release (\d+\.\d+)(?:, V(\d+(?:\.\d+){1,3}))?", said.out)
+    if match is None:
+        return None, "does not tell its CUDA version"
+    top = _cuda_root(path, environ)
+    return Tool("cuda", "nvcc", path, match[2] or match[1], origin, str(top or ""), *_cuda_headers(top)), ""
+
+
+def _cuda_root(path: str, environ: Mapping[str, str]) -> Path | None:
+    """The toolkit of a compiler: where its file lies, or, for a wrapper script, where the real one says it lies."""
+    for top in (Path(path).resolve().parent.parent, Path(path).parent.parent):
+        if _cuda_header(top, "cuda.h") is not None:
+            return top
+    said = run_limited([path, "--dryrun", "-x", "cu", os.devnull], environ)
+    match = re.search(r"^#\$ (?:TOP|_HERE_)=(.+)$", said.err, re.MULTILINE)
+    if match is None:
+        return None
+    here = Path(os.path.normpath(match[1].strip()))
+    return here.parent if here.name == "bin" else here
+
+
+def _cuda_header(top: Path, name: str) -> Path | None:
+    for folder in ("include", f"targets/{os.uname().machine}-linux/include"):
+        if (top / folder / name).is_file():
+            return top / folder / name
+    return None
+
+
+def _cuda_headers(top: Path | None) -> tuple[str, str]:
+    """Version of a toolkit's headers, and the newest gcc that they let through."""
+    if top is None:
+        return "", ""
+    version = limit = ""
+    if (header := _cuda_header(top, "cuda.h")) and (
+        match := _search(header, r"^#define\s+CUDA_VERSION\s+(\d+)")
+    ):
+        version = f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"
+    if (header := _cuda_header(top, "crt/host_config.h")) and (
+        match := _search(header, r"__GNUC__\s*>\s*(\d+)")
+    ):
+        limit = match[1]
+    return version, limit
+
+
+def _search(path: Path, pattern: str) -> re.Match[str] | None:
+    try:
+        return re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+
+
+# --- ROCm ------------------------------------------------------------------------------------------------------------
+
+
+def probe_rocm(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
+    """The ROCm compiler and toolkit."""
+    inside = ("lib/llvm/bin/clang++", "llvm/bin/clang++", "bin/amdclang++", "bin/hipcc")
+    probe = _toolkit(
+        environ,
+        program_variable="HIPCXX",
+        folder_variables=("ROCM_PATH", "HIP_PATH"),
+        inside=inside,
+        on_path=("amdclang++", "hipcc"),
+        folders=_folders(root, ("opt/rocm",), "opt/rocm-*"),
+        ask=lambda path, origin, env: _rocm(path, origin, env, root),
+    )
+    if probe.tool is not None or probe.problem or not _hip_header(root / "usr").is_file():
+        return probe
+    # A distribution's ROCm: HIP headers in /usr and a clang++ with the AMDGPU backend, the newest one.
+    for name in ("clang++", *(f"clang++-{number}" for number in range(40, 14, -1))):
+        path = _which(name, environ)
+        if path is not None:
+            tool, why = _rocm(path, "PATH", environ, root)
+            if tool is not None:
+                return Probe(tool, others=probe.others, looked=probe.looked)
+            probe = Probe(others=probe.others, looked=(*probe.looked, f"{path}, which {why}"))
+    return probe
+
+
+def _rocm(path: str, origin: str, environ: Mapping[str, str], root: Path) -> tuple[Tool | None, str]:
+    said = run_limited([path, "--version"], environ)
+    if said.problem:
+        return None, said.problem
+    for top in (*Path(path).resolve().parents, *Path(path).parents, root / "usr"):
+        version = _rocm_version(top)
+        if version:
+            return Tool("rocm", "hip-clang", path, version, origin, str(top), version), ""
+    return None, "has no HIP headers in its folder or above"
+
+
+def _rocm_version(top: Path) -> str:
+    """Version of the ROCm release in `top`; that of HIP when the release does not say."""
+    with contextlib.suppress(OSError):
+        version = _version_in((top / ".info/version").read_text(encoding="utf-8", errors="replace"))
+        if version:
+            return version
+    header = _hip_header(top)
+    parts = [_search(header, rf"^#define\s+HIP_VERSION_{part}\s+(\d+)") for part in ("MAJOR", "MINOR")]
+    return ".".join(part[1] for part in parts if part is not None) if all(parts) else ""
+
+
+def _hip_header(top: Path) -> Path:
+    return top / "include/hip/hip_version.h"
+
+
+# --- what toolkits have in common ------------------------------------------------------------------------------------
+
+_Ask = Callable[[str, str, Mapping[str, str]], tuple[Tool | None, str]]
+
+
+def _folders(root: Path, first: Iterable[str], pattern: str) -> list[Path]:
+    def newest(path: Path) -> tuple[int, ...]:
+        return tuple(int(part) for part in re.findall(r"\d+", path.name)[:4])
+
+    return [*(root / name for name in first), *sorted(root.glob(pattern), key=newest, reverse=True)]
+
+
+def _toolkit(
+    environ: Mapping[str, str],
+    *,
+    program_variable: str,
+    folder_variables: Sequence[str],
+    inside: Sequence[str],
+    on_path: Sequence[str],
+    folders: Sequence[Path],
+    ask: _Ask,
+) -> Probe:
+    """The first toolkit in the documented order that answers; all that are set by variables have to."""
+    found: list[Tool] = []
+    looked: list[str] = []
+    if environ.get(program_variable, "").strip():
+        path, problem = _program(program_variable, environ)
+        if problem:
+            return Probe(problem=problem)
+        tool, why = ask(path, program_variable, environ)
+        if tool is None:
+            return Probe(
+                problem=f"{program_variable}={environ[program_variable]}: {path} {why}; correct or unset it"
+            )
+        found.append(tool)
+    for variable in folder_variables:
+        value = environ.get(variable, "").strip()
+        if not value:
+            continue
+        path, problem = _in_folder(Path(value), inside)
+        if problem:
+            return Probe(problem=f"{variable}={value}: {problem}; correct or unset it")
+        tool, why = ask(path, variable, environ)
+        if tool is None:
+            return Probe(problem=f"{variable}={value}: {path} {why}; correct or unset it")
+        found.append(tool)
+    places = [(_which(name, environ), f"{name} on PATH", "PATH") for name in on_path]
+    places += [(_in_folder(folder, inside)[0] or None, str(folder), str(folder)) for folder in folders]
+    for program, place, origin in places:
+        if program is None:
+            looked.append(place)
+            continue
+        tool, why = ask(program, origin, environ)
+        if tool is None:
+            looked.append(f"{program}, which {why}")
+        else:
+            found.append(tool)
+    if not found:
+        return Probe(looked=tuple(dict.fromkeys(looked)))
+    return Probe(found[0], others=tuple(_distinct(found)[1:]), looked=tuple(looked))
+
+
+def _in_folder(folder: Path, inside: Sequence[str]) -> tuple[str, str]:
+    """The compiler in a toolkit's folder, as (path, "") or ("", problem)."""
+    if not folder.is_dir():
+        return "", "there is no such folder"
+    for name in inside:
+        path = folder / name
+        if path.is_file() and os.access(path, os.X_OK):
+            return str(path), ""
+    return "", f"holds no {' or '.join(inside)}"
+
+
+def _distinct(tools: Iterable[Tool]) -> list[Tool]:
+    """Each toolkit once, however many ways lead to it."""
+    kept: dict[str, Tool] = {}
+    for tool in tools:
+        kept.setdefault(os.path.realpath(tool.root or tool.path), tool)
+    return list(kept.values())
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def _package_folders() -> list[Path]:
+    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
+
+
+def probe_torch(
+    wanted: str | None, installed_into: Iterable[Path], build_environment: Iterable[Path]
+) -> tuple[tuple[TorchHeaders, ...], str]:
+    """Torch packages with headers in the order of preference, and the problem with the folder that the user named."""
+    found: dict[str, TorchHeaders] = {}
+    if wanted is not None:
+        for folder in (Path(wanted), Path(wanted) / "torch"):
+            headers = _torch_in(folder, TORCH_DIR)
+            if headers is not None:
+                found[headers.path] = headers
+                break
+        else:
+            return (), (
+                f"{TORCH_DIR}={wanted}: holds no torch package with headers (version.py and "
+                "include/torch/csrc/stable/library.h); name the folder of the torch package"
+            )
+    for folders, origin in (
+        (installed_into, "the environment that is installed into"),
+        (build_environment, "the build environment"),
+    ):
+        for folder in folders:
+            headers = _torch_in(folder / "torch", origin)
+            if headers is not None:
+                found.setdefault(headers.path, headers)
+    return tuple(found.values()), ""
+
+
+def _torch_in(folder: Path, origin: str) -> TorchHeaders | None:
+    if not (folder / "include/torch/csrc/stable/library.h").is_file():
+        return None
+    match = _search(folder / "version.py", r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"](\d+(?:\.\d+){1,2})")
+    return TorchHeaders(str(folder.resolve()), match[1], origin) if match else None
+
+
+# --- Pythons ---------------------------------------------------------------------------------------------------------
+
+_ASK_PYTHON = """\
+import json, os, sys, sysconfig
+paths = [sysconfig.get_path("include"), sysconfig.get_path("platinclude"), sysconfig.get_config_var("INCLUDEPY")]
+print(json.dumps({
+    "name": sys.implementation.name,
+    "version": list(sys.version_info[:2]),
+    "path": getattr(sys, "_base_executable", None) or sys.executable,
+    "include": next((p for p in paths if p and os.path.isfile(os.path.join(p, "Python.h"))), ""),
+    "suffix": sysconfig.get_config_var("EXT_SUFFIX") or "",
+    "debug": bool(sysconfig.get_config_var("Py_DEBUG")),
+    "threads": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+}))
+"""
+
+
+def probe_pythons(
+    environ: Mapping[str, str], root: Path = Path("/"), running: str = sys.executable
+) -> tuple[tuple[HostPython, ...], tuple[str, ...]]:
+    """CPythons that an extension can be built for, one of each version, and why others are left out."""
+    found: dict[tuple[int, int], HostPython] = {}
+    out: dict[str, str] = {}
+    asked: set[str] = set()
+    for path in _python_programs(environ, root, running):
+        real = os.path.realpath(path)
+        if real in asked:
+            continue
+        asked.add(real)
+        said = run_limited([path, "-I", "-S", "-c", _ASK_PYTHON], environ)
+        try:
+            data = json.loads(said.out) if not said.problem else None
+            version = (int(data["version"][0]), int(data["version"][1])) if data else (0, 0)
+        except (ValueError, KeyError, TypeError):
+            data, said = None, Ran(problem="gives no sensible answer")
+        if data is None:
+            out[path] = f"Python {path} {said.problem}, so no host extension is built for it"
+            continue
+        why = _python_out(data, version)
+        if why:
+            out[path] = f"Python {path} {why}, so no host extension is built for it"
+        elif version >= OLDEST_PYTHON and version not in found:
+            found[version] = HostPython(
+                data["path"], f"{version[0]}.{version[1]}", data["include"], data["suffix"]
+            )
+            asked.add(os.path.realpath(data["path"]))
+    have = {python.path for python in found.values()}
+    return (
+        tuple(found[version] for version in sorted(found)),
+        tuple(reason for path, reason in sorted(out.items()) if path not in have),
+    )
+
+
+def _python_out(data: Mapping[str, object], version: tuple[int, int]) -> str:
+    if version < OLDEST_PYTHON:
+        return ""  # not worth a line
+    if data["name"] != "cpython":
+        return f"is {data['name']}, not CPython"
+    if data["debug"]:
+        return "is a debug build"
+    if data["threads"]:
+        return "is free-threaded"
+    if not data["include"]:
+        return "has no headers (install its development package)"
+    return "" if data["suffix"] else "does not tell the suffix of its extensions"
+
+
+def _python_programs(environ: Mapping[str, str], root: Path, running: str) -> Iterator[str]:
+    """Programs that may be a Python, in the order of preference."""
+    yield running
+    minors = range(OLDEST_PYTHON[1], OLDEST_PYTHON[1] + 15)
+    folders = [Path(entry) for entry in environ.get("PATH", "").split(os.pathsep) if entry]
+    # A shim of pyenv only runs the versions that are switched on; those that are installed lie beside it.
+    shims = [folder for folder in folders if folder.name == "shims" and (folder.parent / "versions").is_dir()]
+    pyenv = dict.fromkeys(
+        [
+            *([Path(environ["PYENV_ROOT"])] if environ.get("PYENV_ROOT") else []),
+            *(folder.parent for folder in shims),
+        ]
+    )
+    folders = [folder for folder in folders if folder not in shims]
+    folders += [folder / "bin" for top in pyenv for folder in sorted((top / "versions").glob("*"))]
+    for folder in folders:
+        for name in (*(f"python3.{minor}" for minor in minors), "python3"):
+            if (folder / name).is_file() and os.access(folder / name, os.X_OK):
+                yield str(folder / name)
+    yield from (str(path) for path in sorted((root / "opt/python").glob("cp3*-cp3*/bin/python")))
+
+
+# --- cores and memory ------------------------------------------------------------------------------------------------
+
+
+def probe_cores(root: Path = Path("/"), affinity: int | None = None) -> tuple[int, str]:
+    """Cores that this process may use: those of the affinity mask, or fewer by a cgroup's quota."""
+    if affinity is None:
+        affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    best, origin = affinity, "affinity"
+    for folder in _cgroups(root, "cpu"):
+        quota = None
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            limit, period = (folder / "cpu.max").read_text().split()
+            quota = int(limit) / int(period) if limit != "max" else None
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            limit_us = int((folder / "cpu.cfs_quota_us").read_text())
+            quota = limit_us / int((folder / "cpu.cfs_period_us").read_text()) if limit_us > 0 else quota
+        if quota is not None and max(1, int(quota)) < best:
+            best, origin = max(1, int(quota)), "cgroup quota"
+    return best, origin
+
+
+def probe_memory(root: Path = Path("/")) -> tuple[int, str]:
+    """Bytes that are free for a build: the system's, or fewer by a cgroup's limit."""
+    best, origin = 2 << 30, "assumed"
+    match = _search(root / "proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
+    if match is not None:
+        best, origin = int(match[1]) << 10, "free"
+    for folder in _cgroups(root, "memory"):
+        for limit_name, usage_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            with contextlib.suppress(OSError, ValueError):
+                free = int((folder / limit_name).read_text()) - int((folder / usage_name).read_text())
+                # File cache counts as used and can be had back at once.
+                cached = _search(folder / "memory.stat", r"^(?:total_)?inactive_file (\d+)")
+                free = max(0, free + (int(cached[1]) if cached else 0))
+                if free < best:
+                    best, origin = free, "free in the cgroup"
+    return best, origin
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroup and those above it, of both versions of cgroups."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = ["0::/"]
+    base = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, name = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = base if not controllers else base / controller
+        relative = Path(name.lstrip("/"))
+        if ".." in relative.parts:
+            relative = Path()
+        for folder in (relative, *relative.parents):
+            yield top / folder
