@@ -21,12 +21,12 @@ std::unordered_map<int64_t, std::shared_ptr<const Graph>> graphs;
 int64_t next_id = 1;
 
 void graph_begin_capture() {
-  STD_TORCH_CHECK(!capturing, "cpu_graph_begin: this thread is capturing a graph already");
+  PELTON_CHECK(!capturing, "cpu_graph_begin: this thread is capturing a graph already");
   capturing = std::make_unique<Graph>();
 }
 
 int64_t graph_end_capture() {
-  STD_TORCH_CHECK(capturing, "cpu_graph_end: no capture was begun on this thread");
+  PELTON_CHECK(capturing, "cpu_graph_end: no capture was begun on this thread");
   std::shared_ptr<const Graph> graph = std::move(capturing);
   const std::lock_guard lock(mutex);
   graphs.emplace(next_id, std::move(graph));
@@ -38,13 +38,14 @@ void graph_abort_capture() { capturing.reset(); }
 std::shared_ptr<const Graph> find(const char* op, int64_t id) {
   const std::lock_guard lock(mutex);
   const auto it = graphs.find(id);
-  STD_TORCH_CHECK(it != graphs.end(), op, ": there is no graph ", id);
+  PELTON_CHECK(it != graphs.end(), op, ": there is no graph ", id);
   return it->second;
 }
 
 void graph_replay(int64_t id) {
-  STD_TORCH_CHECK(!capturing, "cpu_graph_replay: not while capturing");
-  for (const auto& step : find("cpu_graph_replay", id)->steps) step();
+  PELTON_CHECK(!capturing, "cpu_graph_replay: not while capturing");
+  const auto graph = find("cpu_graph_replay", id);  // held, should another thread free it meanwhile
+  for (const auto& step : graph->steps) step();
 }
 
 int64_t graph_num_steps(int64_t id) { return int64_t(find("cpu_graph_num_steps", id)->steps.size()); }

@@ -14,6 +14,7 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define PELTON_SIMD avx512
+#define PELTON_AVX512 1
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PELTON_SIMD avx2
 #else
@@ -22,7 +23,7 @@
 
 namespace pelton::inline PELTON_SIMD {
 
-#if defined(__AVX512F__)
+#if defined(PELTON_AVX512)
 
 struct Vec {
   static constexpr int width = 16;
@@ -42,6 +43,13 @@ inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float max(Vec a) { return _mm512_reduce_max_ps(a.v); }
+inline Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
+// Where the sign bit of x is set a, elsewhere b.
+inline Vec select_negative(Vec x, Vec a, Vec b) {
+  return {_mm512_mask_mov_ps(b.v, _mm512_movepi32_mask(_mm512_castps_si512(x.v)), a.v)};
+}
+// (1, 0, 3, 2, ...): each element's partner in a pair.
+inline Vec swap_pairs(Vec a) { return {_mm512_permute_ps(a.v, 0xB1)}; }
 
 inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
@@ -64,11 +72,9 @@ inline void store(bf16* p, Vec a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
 }
 
-// 2^round(x) scaled onto `a` (a * 2^n), for |n| <= 127.
+// a * 2^n for a whole number n, -126 <= n <= 127.
 inline Vec scale_by_power_of_two(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-inline Vec round(Vec a) {
-  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
+inline Vec round(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 #else
 
@@ -98,6 +104,11 @@ inline float max(Vec a) {
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+inline Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.f), a.v)}; }
+// Where the sign bit of x is set a, elsewhere b.
+inline Vec select_negative(Vec x, Vec a, Vec b) { return {_mm256_blendv_ps(b.v, a.v, x.v)}; }
+// (1, 0, 3, 2, ...): each element's partner in a pair.
+inline Vec swap_pairs(Vec a) { return {_mm256_permute_ps(a.v, 0xB1)}; }
 
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
 inline Vec load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
@@ -121,7 +132,7 @@ inline void store(bf16* p, Vec a) {
   _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
 
-// 2^round(x) scaled onto `a` (a * 2^n), for |n| <= 127.
+// a * 2^n for a whole number n, -126 <= n <= 127.
 inline Vec scale_by_power_of_two(Vec a, Vec n) {
   const __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
   return {_mm256_mul_ps(a.v, _mm256_castsi256_ps(e))};
@@ -189,8 +200,7 @@ inline void store_step(T* p, Vec a, int n, Full) {
 inline Vec exp(Vec x) {
   const Vec low = Vec::set1(-87.33654f), high = Vec::set1(88.72283f);
   const Vec clamped = min(high, max(low, x));  // operand order keeps NaN
-  Vec n = round(clamped * Vec::set1(1.44269504f));
-  n = min(Vec::set1(127.f), n);
+  const Vec n = round(clamped * Vec::set1(1.44269504f));
   Vec r = fma(n, Vec::set1(-0.693359375f), clamped);
   r = fma(n, Vec::set1(2.12194440e-4f), r);
   Vec p = Vec::set1(1.9875691500e-4f);
@@ -200,11 +210,15 @@ inline Vec exp(Vec x) {
   p = fma(p, r, Vec::set1(1.6666665459e-1f));
   p = fma(p, r, Vec::set1(5.0000001201e-1f));
   p = fma(p, r * r, r + Vec::set1(1.f));
+#if defined(PELTON_AVX512)
   Vec y = scale_by_power_of_two(p, n);
-#if defined(__AVX512F__)
   y.v = _mm512_maskz_mov_ps(_knot_mask16(_mm512_cmp_ps_mask(x.v, low.v, _CMP_LT_OQ)), y.v);
   y.v = _mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(x.v, high.v, _CMP_GT_OQ), _mm512_set1_ps(INFINITY));
 #else
+  // Just below the overflow n is 128, one more than an exponent holds: the rest is a factor of 1 or 2.
+  const Vec held = min(Vec::set1(127.f), n);
+  Vec y = scale_by_power_of_two(p, held);
+  y = fma(y, n - held, y);
   y.v = _mm256_andnot_ps(_mm256_cmp_ps(x.v, low.v, _CMP_LT_OQ), y.v);
   y.v = _mm256_blendv_ps(y.v, _mm256_set1_ps(INFINITY), _mm256_cmp_ps(x.v, high.v, _CMP_GT_OQ));
 #endif

@@ -7,18 +7,18 @@
 namespace pelton {
 
 struct RmsNormArgs {
-  void* out;             // [rows, width], row stride out_stride
-  const void* x;         // [rows, width], row stride x_stride
-  const void* weight;    // [width]
+  void* out;           // [rows, width], row stride out_stride
+  const void* x;       // [rows, width], row stride x_stride
+  const void* weight;  // [width]
   int64_t width, x_stride, out_stride;
   float eps;
   DType dtype;
 };
 
 struct FusedAddRmsNormArgs {
-  void* x;               // [rows, width], row stride x_stride: input, then the normalized sum
-  void* residual;        // [rows, width], row stride residual_stride: becomes x + residual
-  const void* weight;    // [width]
+  void* x;             // [rows, width], row stride x_stride: input, then the normalized sum
+  void* residual;      // [rows, width], row stride residual_stride: becomes x + residual
+  const void* weight;  // [width]
   int64_t width, x_stride, residual_stride;
   float eps;
   DType dtype;

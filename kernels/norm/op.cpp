@@ -9,17 +9,24 @@ constexpr int64_t kGrainElements = 16384;
 
 void check_weight(const char* op, const Tensor& x, const Tensor& weight) {
   check_same_dtype(op, x, weight);
-  STD_TORCH_CHECK(weight.dim() == 1 && weight.is_contiguous() && weight.size(0) == x.size(x.dim() - 1), op,
-                  ": weight must be contiguous with the ", x.size(x.dim() - 1), " elements of x's last dimension");
+  PELTON_CHECK(weight.dim() == 1 && weight.is_contiguous() && weight.size(0) == x.size(x.dim() - 1), op,
+               ": weight must be contiguous with the ", x.size(x.dim() - 1),
+               " elements of x's last dimension");
 }
 
 void rms_norm_cpu(Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
   const Rows in = rows_of("rms_norm", "x", x), to = rows_of("rms_norm", "out", out);
-  STD_TORCH_CHECK(in.count == to.count && in.width == to.width, "rms_norm: out must have the shape of x");
+  check_same_shape("rms_norm", "out", out, "x", x);
   check_same_dtype("rms_norm", x, out);
   check_weight("rms_norm", x, weight);
-  const RmsNormArgs args{out.mutable_data_ptr(), x.const_data_ptr(), weight.const_data_ptr(), in.width,
-                         in.stride, to.stride, float(eps), dtype_of("rms_norm", x)};
+  const RmsNormArgs args{out.mutable_data_ptr(),
+                         x.const_data_ptr(),
+                         weight.const_data_ptr(),
+                         in.width,
+                         in.stride,
+                         to.stride,
+                         float(eps),
+                         dtype_of("rms_norm", x)};
   submit(
       [args, rows = in.count] {
         parallel_for(rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.width)),
@@ -29,13 +36,19 @@ void rms_norm_cpu(Tensor& out, const Tensor& x, const Tensor& weight, double eps
 }
 
 void fused_add_rms_norm_cpu(Tensor& x, Tensor& residual, const Tensor& weight, double eps) {
-  const Rows in = rows_of("fused_add_rms_norm", "x", x), res = rows_of("fused_add_rms_norm", "residual", residual);
-  STD_TORCH_CHECK(in.count == res.count && in.width == res.width,
-                  "fused_add_rms_norm: residual must have the shape of x");
+  const Rows in = rows_of("fused_add_rms_norm", "x", x),
+             res = rows_of("fused_add_rms_norm", "residual", residual);
+  check_same_shape("fused_add_rms_norm", "residual", residual, "x", x);
   check_same_dtype("fused_add_rms_norm", x, residual);
   check_weight("fused_add_rms_norm", x, weight);
-  const FusedAddRmsNormArgs args{x.mutable_data_ptr(), residual.mutable_data_ptr(), weight.const_data_ptr(),
-                                 in.width, in.stride, res.stride, float(eps), dtype_of("fused_add_rms_norm", x)};
+  const FusedAddRmsNormArgs args{x.mutable_data_ptr(),
+                                 residual.mutable_data_ptr(),
+                                 weight.const_data_ptr(),
+                                 in.width,
+                                 in.stride,
+                                 res.stride,
+                                 float(eps),
+                                 dtype_of("fused_add_rms_norm", x)};
   submit(
       [args, rows = in.count] {
         parallel_for(rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.width)),

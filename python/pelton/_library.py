@@ -28,14 +28,14 @@ def find(override: str | None, folders: Iterable[str]) -> Path:
     """The library's file: ``override`` if given, else ``libpelton.so`` in the first folder that has it.
 
     Raises:
-        PeltonError: the file does not exist.
+        LibraryError: the file does not exist.
     """
-    from .errors import PeltonError
+    from .errors import LibraryError
 
     if override:
         path = Path(override)
         if not path.is_file():
-            raise PeltonError(
+            raise LibraryError(
                 f"PELTON_LIBRARY is {override!r}, which is not a file; set it to a built {LIBRARY_NAME} or unset it"
             )
         return path.resolve()
@@ -43,7 +43,7 @@ def find(override: str | None, folders: Iterable[str]) -> Path:
     for folder in searched:
         if (folder / LIBRARY_NAME).is_file():
             return folder / LIBRARY_NAME
-    raise PeltonError(
+    raise LibraryError(
         f"the kernel library {LIBRARY_NAME} is not in {', '.join(map(str, searched))}: "
         "this is a source tree that was not built. Install a wheel, or build with 'pip install -e .'"
     )
@@ -55,7 +55,7 @@ def load() -> Path:
     Returns the path of the loaded library.
 
     Raises:
-        PeltonError: no library was found, it does not fit this machine, or it cannot be loaded.
+        LibraryError: no library was found, it does not fit this machine, or it cannot be loaded.
     """
     global _loaded
     if _loaded is not None:
@@ -81,9 +81,9 @@ def _load() -> Path:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        from .errors import PeltonError
+        from .errors import LibraryError
 
-        raise PeltonError(
+        raise LibraryError(
             f"the kernel library {path} cannot be loaded with torch {torch.__version__}: {error}"
         ) from error
     from . import _fakes

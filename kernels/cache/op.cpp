@@ -1,0 +1,157 @@
+#include "cache.h"
+
+#include "../common/op.h"
+
+namespace pelton {
+namespace {
+
+// Below this many bytes a thread costs more than it brings.
+constexpr int64_t kGrainBytes = 65536;
+
+void check_cache(const char* op, const char* name, const Tensor& cache) {
+  PELTON_CHECK(cache.dim() == 4, op, ": ", name,
+               " must be [num_blocks, num_kv_heads, block_size, head_size], found ", shape_of(cache));
+  PELTON_CHECK(cache.size(3) <= 1 || cache.stride(3) == 1, op, ": ", name,
+               "'s last dimension must be contiguous, its stride is ", cache.stride(3));
+}
+
+CacheWrite cache_write(const Tensor& from, Tensor& to) {
+  const auto bytes = int64_t(to.element_size());
+  return {from.const_data_ptr(), from.stride(0) * bytes, from.stride(1) * bytes, to.mutable_data_ptr(),
+          to.stride(0) * bytes,  to.stride(1) * bytes,   to.stride(2) * bytes};
+}
+
+void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; ++i) {
+    PELTON_CHECK(slots[i] < limit, op, ": slot_mapping[", i, "] is ", slots[i], ", but the cache has ", limit,
+                 " slots");
+  }
+}
+
+void reshape_and_cache_cpu(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+                           const Tensor& slot_mapping) {
+  constexpr const char* op = "reshape_and_cache";
+  check_heads(op, "key", key);
+  check_heads(op, "value", value);
+  check_same_shape(op, "value", value, "key", key);
+  check_cache(op, "key_cache", key_cache);
+  check_cache(op, "value_cache", value_cache);
+  check_same_shape(op, "value_cache", value_cache, "key_cache", key_cache);
+  dtype_of(op, key);
+  check_same_dtype(op, key, value);
+  check_same_dtype(op, key, key_cache);
+  check_same_dtype(op, key, value_cache);
+  const int64_t tokens = key.size(0), heads = key.size(1), head_size = key.size(2);
+  PELTON_CHECK(key_cache.size(1) == heads && key_cache.size(3) == head_size, op, ": key ", shape_of(key),
+               " and key_cache ", shape_of(key_cache), " must have the same num_kv_heads and head_size");
+  check_index(op, "slot_mapping", slot_mapping, ScalarType::Long, {tokens});
+  const int64_t block_size = key_cache.size(2), slots = key_cache.size(0) * block_size;
+  const ReshapeAndCacheArgs args{cache_write(key, key_cache),
+                                 cache_write(value, value_cache),
+                                 static_cast<const int64_t*>(slot_mapping.const_data_ptr()),
+                                 heads,
+                                 head_size * int64_t(key.element_size()),
+                                 block_size};
+  const int64_t per_token = std::max<int64_t>(1, 2 * args.heads * args.head_bytes);
+  submit(
+      [args, tokens, slots, grain = std::max<int64_t>(1, kGrainBytes / per_token)] {
+        check_slots(op, args.slot_mapping, tokens, slots);
+        parallel_for(tokens, grain,
+                     [&](int64_t first, int64_t last) { cpu::reshape_and_cache(args, first, last); });
+      },
+      {key, value, key_cache, value_cache, slot_mapping});
+}
+
+// The bytes of one block, and from one block to the next. A block is contiguous in itself.
+struct Blocks {
+  int64_t count, bytes, stride;
+};
+
+Blocks blocks_of(const char* op, const char* name, const Tensor& t) {
+  PELTON_CHECK(t.dim() >= 2, op, ": ", name, " must be [num_blocks, ...], found ", shape_of(t));
+  int64_t elements = 1;
+  for (int64_t d = t.dim() - 1; d >= 1; --d) {
+    PELTON_CHECK(t.size(d) <= 1 || t.stride(d) == elements, op, ": each block of ", name,
+                 " must be contiguous, found stride ", t.stride(d), " in dimension ", d, " of ", shape_of(t));
+    elements *= t.size(d);
+  }
+  PELTON_CHECK(t.size(0) <= 1 || t.stride(0) >= elements, op, ": the blocks of ", name, " overlap in memory");
+  const auto bytes = int64_t(t.element_size());
+  return {t.size(0), elements * bytes, t.stride(0) * bytes};
+}
+
+void check_block_mapping(const char* op, const CopyBlocksArgs& a, int64_t sources, int64_t destinations) {
+  for (int64_t i = 0; i < a.pairs; ++i) {
+    const int64_t source = a.block_mapping[2 * i], destination = a.block_mapping[2 * i + 1];
+    PELTON_CHECK(source >= 0 && source < sources, op, ": source block ", source, " of pair ", i,
+                 " is outside of [0, ", sources, ")");
+    PELTON_CHECK(destination >= 0 && destination < destinations, op, ": destination block ", destination,
+                 " of pair ", i, " is outside of [0, ", destinations, ")");
+  }
+}
+
+CopyBlocksArgs copy_args(const Tensor& src, const Blocks& from, Tensor& dst, const Blocks& to,
+                         const Tensor& block_mapping) {
+  return {src.const_data_ptr(), dst.mutable_data_ptr(),
+          from.stride,          to.stride,
+          from.bytes,           static_cast<const int64_t*>(block_mapping.const_data_ptr()),
+          block_mapping.size(0)};
+}
+
+void run_copy(const CopyBlocksArgs& a) {
+  if (a.pairs == 0) return;
+  parallel_for(a.block_bytes, std::max<int64_t>(4096, kGrainBytes / a.pairs),
+               [&](int64_t first, int64_t last) { cpu::copy_blocks(a, first, last); });
+}
+
+void copy_blocks_cpu(Tensor& key_cache, Tensor& value_cache, const Tensor& block_mapping) {
+  constexpr const char* op = "copy_blocks";
+  const Blocks keys = blocks_of(op, "key_cache", key_cache),
+               values = blocks_of(op, "value_cache", value_cache);
+  PELTON_CHECK(keys.count == values.count, op, ": key_cache has ", keys.count, " blocks and value_cache ",
+               values.count);
+  check_index(op, "block_mapping", block_mapping, ScalarType::Long, {-1, 2});
+  const CopyBlocksArgs key_args = copy_args(key_cache, keys, key_cache, keys, block_mapping);
+  const CopyBlocksArgs value_args = copy_args(value_cache, values, value_cache, values, block_mapping);
+  submit(
+      [key_args, value_args, count = keys.count] {
+        check_block_mapping(op, key_args, count, count);
+        run_copy(key_args);
+        run_copy(value_args);
+      },
+      {key_cache, value_cache, block_mapping});
+}
+
+void swap_blocks_cpu(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
+  constexpr const char* op = "swap_blocks";
+  check_same_dtype(op, src, dst);
+  const Blocks from = blocks_of(op, "src", src), to = blocks_of(op, "dst", dst);
+  bool fits = src.dim() == dst.dim();
+  for (int64_t d = 1; fits && d < src.dim(); ++d) fits = src.size(d) == dst.size(d);
+  PELTON_CHECK(fits, op, ": src and dst must have blocks of one shape, found ", shape_of(src), " and ",
+               shape_of(dst));
+  check_index(op, "block_mapping", block_mapping, ScalarType::Long, {-1, 2});
+  const CopyBlocksArgs args = copy_args(src, from, dst, to, block_mapping);
+  submit(
+      [args, sources = from.count, destinations = to.count] {
+        check_block_mapping(op, args, sources, destinations);
+        run_copy(args);
+      },
+      {src, dst, block_mapping});
+}
+
+}  // namespace
+}  // namespace pelton
+
+STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
+  m.def(
+      "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping) -> ()");
+  m.def("copy_blocks(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_mapping) -> ()");
+  m.def("swap_blocks(Tensor src, Tensor(a!) dst, Tensor block_mapping) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
+  m.impl("reshape_and_cache", TORCH_BOX(&pelton::reshape_and_cache_cpu));
+  m.impl("copy_blocks", TORCH_BOX(&pelton::copy_blocks_cpu));
+  m.impl("swap_blocks", TORCH_BOX(&pelton::swap_blocks_cpu));
+}
