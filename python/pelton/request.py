@@ -39,6 +39,7 @@ class Request:
         "detokenizer",
         "eos_token_ids",
         "finish_reason",
+        "group",
         "index",
         "logprobs",
         "max_total_tokens",
@@ -58,7 +59,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-        "text",
+        "text_parts",
         "token_ids",
     )
 
@@ -103,12 +104,15 @@ class Request:
 
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.text = ""
+        #: deltas of the text, in order; what a detokenizer still holds back is not in it
+        self.text_parts: list[str] = []
         self.logprobs: list[Any] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
         self.prompt_logprobs: list[Any] | None = None if params.prompt_logprobs is None else [None]
         #: prompt positions whose logits were seen (position p speaks about token p + 1)
         self.num_prompt_logprobs = 0
+        #: the RequestGroup that it belongs to (None outside of an engine)
+        self.group: Any = None
         self.detokenizer: Any = None
         self.penalty_state: Any = None
 

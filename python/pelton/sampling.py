@@ -20,6 +20,7 @@ raw logits, before step 1.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +28,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+
 from pelton.errors import InvalidValueError, UnknownOptionError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
+
     from pelton.request import Request
 
 __all__ = ["Sampler", "SamplingParams", "TokenLogprobs"]
@@ -297,6 +300,15 @@ class SamplingParams:
         return self.is_greedy and self.logprobs is None and not self.has_penalties and self.logit_bias is None
 
 
+# help() and editors show the options, not the catch-all of __new__
+SamplingParams.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(SamplingParams)
+    ]
+)
+
+
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of one position: the token in question first, then the most likely ones in order."""
 
@@ -469,7 +481,7 @@ def _argmax(x: torch.Tensor) -> tuple[list[float], list[int]]:
     """
     import torch
 
-    num_rows, width = x.shape
+    width = x.shape[1]
     if width < 4 * _CHUNK:
         values, ids = x.max(dim=-1)
         return values.tolist(), ids.tolist()

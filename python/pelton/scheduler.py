@@ -114,7 +114,9 @@ class Scheduler:
         num_shared, has_tail = divmod(parent.num_computed_tokens, self.block_size)
         admitted: list[Request] = []
         for child in children:
-            if len(self.running) + len(admitted) >= self.max_num_running or self.pool.num_free < bool(has_tail):
+            if len(self.running) + len(admitted) >= self.max_num_running or self.pool.num_free < bool(
+                has_tail
+            ):
                 break
             child.block_ids = parent.block_ids[:num_shared]
             child.block_hashes = parent.block_hashes[:num_shared]
@@ -188,7 +190,9 @@ class Scheduler:
             self._release(request)
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         if waiting:
-            self.waiting = deque(request for request in self.waiting if request.status is RequestStatus.WAITING)
+            self.waiting = deque(
+                request for request in self.waiting if request.status is RequestStatus.WAITING
+            )
 
     def reset(self) -> None:
         """Drop every request and everything cached: the way out of a step that was interrupted anywhere."""
