@@ -1,0 +1,153 @@
+"""What the documents say is what there is: commands, options, checks, links; and no name of a package registry."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pelton_build import audit
+from pelton_build.profile import profile_names
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/*.md")),
+]
+
+
+def commands(document: Path) -> list[str]:
+    """The lines of the ``sh`` blocks, comments apart."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [
+        line.partition("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()
+    ]
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    """The three blocks under "Try it" stand in .ci/run as they are, in their order."""
+    setup, first, second = commands(ROOT / "README.md")[:3]
+    assert (first, second) == ("nox -s quickstart", "nox -s tests")
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if line in (setup, first, second)] == [setup, first, second]
+
+
+def test_ci_script_is_sound_bash() -> None:
+    script = ROOT / ".ci" / "run"
+    assert "set -euo pipefail" in script.read_text()
+    assert script.stat().st_mode & 0o111
+    done = subprocess.run(["bash", "-n", str(script)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def sessions() -> set[str]:
+    """Names of the nox sessions: functions with the decorator, and one for each profile."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    decorated = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and any("session" in ast.unparse(d) for d in node.decorator_list)
+    }
+    return decorated | {f"build-{name}" for name in profile_names(ROOT)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_sessions_that_documents_name_exist(document: Path) -> None:
+    named = re.findall(r"nox -s ([\w-]+)", document.read_text())
+    assert {name for name in named if name != "build-NAME"} <= sessions()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_documents_name_exist(document: Path) -> None:
+    text = document.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (document.parent / target).exists(), target
+    for target in re.findall(r"`((?:python|kernels|docs|tests|build_profiles|cmake)/[\w./-]+)`", text):
+        assert (ROOT / target).exists(), target
+
+
+def fields_of(module: str, name: str) -> set[str]:
+    """Annotated fields of a class, read from the source: no import of the engine is needed."""
+    tree = ast.parse((ROOT / "python" / "pelton" / module).read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return {
+        node.target.id
+        for node in found.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and not node.target.id.startswith("_")
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "apart"),
+    [("config.py", "EngineConfig", {"model"}), ("sampling.py", "SamplingParams", set())],
+)
+def test_engine_options_are_documented(module: str, name: str, apart: set[str]) -> None:
+    title = {"EngineConfig": "## `LLM(", "SamplingParams": "## `SamplingParams("}[name]
+    section = (ROOT / "docs" / "engine.md").read_text().partition(title)[2].partition("\n## ")[0]
+    documented = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    assert documented == fields_of(module, name) - apart
+
+
+def test_audit_checks_are_documented() -> None:
+    section = (ROOT / "docs" / "install.md").read_text().partition("## The audit")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
+    assert rows == {name: summary for name, (_, summary) in audit.CHECKS.items()}
+
+
+def test_profiles_are_documented() -> None:
+    text = (ROOT / "docs" / "profiles.md").read_text()
+    assert [name for name in profile_names(ROOT) if f"`{name}`" not in text] == []
+
+
+def test_the_described_machine_of_the_documents_is_valid(tmp_path: Path) -> None:
+    pytest.importorskip("pelton.guard", reason="pelton is not installed")
+    from pelton.guard import Machine, described_machine
+
+    (block,) = [
+        block
+        for block in re.findall(
+            r"^```toml\n(.*?)^```", (ROOT / "docs" / "install.md").read_text(), re.M | re.S
+        )
+        if "[cpu]" in block
+    ]
+    path = tmp_path / "machine.toml"
+    path.write_text(block)
+    machine = described_machine(path, Machine("linux", "x86_64", "2.36", frozenset(), frozenset(), None))
+    assert machine.glibc == "2.31" and "avx512f" in machine.off and "movbe" not in machine.flags
+
+
+def tracked_files() -> list[Path]:
+    done = subprocess.run(["git", "ls-files", "-z"], check=False, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in done.stdout.split("\0") if name]
+
+
+def test_no_registry_and_no_foreign_folder_is_named() -> None:
+    """A clone must not depend on one registry's address, nor on the folders of the machine it was written on."""
+    hosts = [
+        "pypi" + ".org",
+        "files.python" + "hosted.org",
+        "download.py" + "torch.org",
+        "hugging" + "face.co/",
+    ]
+    for path in tracked_files():
+        data = path.read_bytes() if path.is_file() else b""
+        for host in [*hosts, "/work" + "/main", "/work" + "/shared"]:
+            assert host.encode() not in data, f"{path.relative_to(ROOT)} names {host}"
+
+
+def test_commands_of_the_tool_are_there() -> None:
+    command = [sys.executable, "-m", "pelton_build", "--help"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("plan", "audit", "index"):
+        assert f"  {name}" in done.stdout
