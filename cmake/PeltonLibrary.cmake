@@ -1,0 +1,36 @@
+# The library of all kernels and operators.
+include_guard(GLOBAL)
+
+# pelton_add_library()
+#
+# The plan's sources as one shared library without any Python symbol. The plan groups the sources that are compiled
+# alike; each group is an object library, because flags of single sources do not cover everything (archs of GPUs).
+function(pelton_add_library)
+  add_library(pelton_library MODULE)
+  foreach(index IN LISTS PELTON_PLAN_GROUPS)
+    pelton_add_group(${index})
+    target_link_libraries(pelton_library PRIVATE pelton_group_${index})
+  endforeach()
+  pelton_harden(pelton_library)
+  set_target_properties(pelton_library PROPERTIES
+    PREFIX lib OUTPUT_NAME "${PELTON_PLAN_LIBRARY}" SUFFIX .so LINKER_LANGUAGE CXX)
+  target_link_libraries(pelton_library PRIVATE pelton_options pelton_torch pelton_glibc)
+  target_link_options(pelton_library PRIVATE -Wl,-z,defs)
+  install(TARGETS pelton_library LIBRARY DESTINATION "${PELTON_PLAN_PACKAGE}")
+endfunction()
+
+# pelton_add_group(<index>)
+#
+# The object library pelton_group_<index>. Only operators see torch's headers.
+function(pelton_add_group index)
+  set(target pelton_group_${index})
+  add_library(${target} OBJECT)
+  target_sources(${target} PRIVATE ${PELTON_PLAN_GROUP_${index}_SOURCES})
+  target_compile_options(${target} PRIVATE ${PELTON_PLAN_GROUP_${index}_FLAGS})
+  target_compile_definitions(${target} PRIVATE ${PELTON_PLAN_GROUP_${index}_DEFINITIONS})
+  target_link_libraries(${target} PRIVATE pelton_options)
+  if(PELTON_PLAN_GROUP_${index}_ROLE STREQUAL "op")
+    target_include_directories(${target} SYSTEM PRIVATE "${PELTON_PLAN_TORCH_INCLUDE}")
+  endif()
+  pelton_harden(${target})
+endfunction()

@@ -1,0 +1,42 @@
+# What all targets have in common.
+include_guard(GLOBAL)
+
+# pelton_add_options(<target>)
+#
+# An interface target with the C++ standard, the warnings, and the folders of this machine kept out of the binaries.
+function(pelton_add_options target)
+  add_library(${target} INTERFACE)
+  target_compile_features(${target} INTERFACE cxx_std_${PELTON_PLAN_CXX_STANDARD})
+  target_compile_options(${target} INTERFACE -Wall -Wextra)
+  target_link_options(${target} INTERFACE -Wl,--as-needed -Wl,--exclude-libs,ALL -Wl,-z,noexecstack -Wl,-z,relro -Wl,-z,now)
+  pelton_hide_folder(${target} "${CMAKE_CURRENT_SOURCE_DIR}" ".")
+  pelton_hide_folder(${target} "${CMAKE_CURRENT_BINARY_DIR}" "build")
+  foreach(pair IN LISTS PELTON_PLAN_HIDDEN_FOLDERS)
+    string(REGEX MATCH "^(.*)=([^=]*)$" matched "${pair}")
+    pelton_hide_folder(${target} "${CMAKE_MATCH_1}" "${CMAKE_MATCH_2}")
+  endforeach()
+endfunction()
+
+# pelton_hide_folder(<interface target> <folder> <name>)
+#
+# Writes <name> wherever the compiler would write <folder> into a binary, under the folder's real path too: a
+# checkout can be reached through a symbolic link.
+function(pelton_hide_folder target folder name)
+  file(REAL_PATH "${folder}" real)
+  foreach(path IN ITEMS "${folder}" "${real}")
+    target_compile_options(${target} INTERFACE "-ffile-prefix-map=${path}=${name}")
+  endforeach()
+endfunction()
+
+# pelton_harden(<target>)
+#
+# Properties of every target whose code ends up in a wheel.
+function(pelton_harden target)
+  set_target_properties(${target} PROPERTIES
+    CXX_EXTENSIONS OFF
+    CXX_VISIBILITY_PRESET hidden
+    VISIBILITY_INLINES_HIDDEN ON
+    POSITION_INDEPENDENT_CODE ON
+    JOB_POOL_COMPILE compile
+    SKIP_BUILD_RPATH ON)
+endfunction()

@@ -1,0 +1,341 @@
+"""The plan as CMake reads it: `python -m pelton_build cmake plan --profile NAME --build-dir FOLDER`.
+
+CMake has one definition, the profile's name. For everything else that was chosen (features, jobs, torch's folder) the
+backend leaves a request in the build folder, so that CMake, which runs this again by itself when a file that the plan
+was made from changes, makes the same choices then. Without a request (CMake run by hand) the environment says them.
+
+Written into the build folder, each whole or not at all:
+
+- `pelton_plan.cmake`: assignments of `PELTON_PLAN_*`, see `variables`;
+- `pelton_plan.json`: the plan itself;
+- `pelton/_build_info.json` and `pelton/_built.py`, which are installed into the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import BuildError, PlanError
+from .glibc import needs_stubs
+from .plan import Plan, PlannedSource, Setting, render
+from .planning import choose_profile, project_root, write_atomically
+from .profile import load_profile
+from .project import load_project
+from .resolve import resolve
+from .settings import Choices, environment, read_choices
+from .table import load_table
+from .toolchain import probe_toolchain
+from .version import SourceVersion, source_version
+
+__all__ = [
+    "Request",
+    "build_info",
+    "main",
+    "plan_of",
+    "quote",
+    "read_request",
+    "request_file",
+    "source_digest",
+    "variables",
+    "write_request",
+]
+
+REQUEST = "pelton_request.json"
+
+# Variables that lead to tools. An editable installation is rebuilt with the tools that it was built with.
+TOOL_VARIABLES = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "HIPCXX", "ROCM_PATH", "HIP_PATH")
+
+# What goes into the digest of the source, beside the two files at the top and the profile.
+_DIGESTED = ("cmake", "kernels", "python/pelton", "python/pelton_build")
+_DIGESTED_SUFFIXES = frozenset((".c", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".py", ".toml", ".txt"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the backend wants built in a folder."""
+
+    state: str
+    """`wheel`, `editable`, or `dev` when CMake is run by hand."""
+    choices: Choices
+    version: SourceVersion
+    tools: Mapping[str, str] = field(default_factory=dict)
+    """The variables of `TOOL_VARIABLES` that are set."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Raises ValueError when `text` is no request."""
+        try:
+            data = json.loads(text)
+            choices = data["choices"]
+            return cls(
+                state=str(data["state"]),
+                choices=Choices(
+                    profile=_setting(choices["profile"]),
+                    device=_setting(choices["device"]),
+                    features={name: _known(_setting(entry)) for name, entry in choices["features"].items()},
+                    jobs=_setting(choices["jobs"]),
+                    torch_dir=_setting(choices["torch_dir"]),
+                    notes=tuple(choices["notes"]),
+                ),
+                version=SourceVersion(**{**data["version"], "warnings": tuple(data["version"]["warnings"])}),
+                tools=dict(data["tools"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a build request ({error!r})") from None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def _setting(data: Mapping[str, Any] | None) -> Setting | None:
+    return None if data is None else Setting(data["name"], data["value"], data["origin"], tuple(data["overridden"]))
+
+
+def _known(setting: Setting | None) -> Setting:
+    if setting is None:
+        raise TypeError("a feature without value")
+    return setting
+
+
+def request_file(build_dir: Path) -> Path:
+    return build_dir / REQUEST
+
+
+def write_request(build_dir: Path, request: Request) -> None:
+    write_atomically(request_file(build_dir), request.to_json())
+
+
+def read_request(build_dir: Path) -> Request | None:
+    """The request in a build folder; None when there is none, or one that an interrupted or older build left."""
+    try:
+        return Request.from_json(request_file(build_dir).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def plan_of(root: Path, request: Request) -> Plan:
+    """The plan for a request on this machine. Raises BuildError."""
+    environ = {**environment(), **request.tools}
+    table = load_table(root)
+    choices = request.choices
+    toolchain = probe_toolchain(environ, choices)
+    profile, choices = choose_profile(root, choices, table, toolchain, environ)
+    return resolve(profile, choices, table, toolchain, request.version.version)
+
+
+def request_by_hand(root: Path, profile: str) -> Request:
+    """The request of someone who runs CMake directly: the definition, then the environment. Raises BuildError."""
+    environ = environment()
+    choices = read_choices({"profile": profile} if profile else None, environ, load_table(root), option="-D")
+    return Request("dev", choices, source_version(root, environ, load_project(root)))
+
+
+def quote(value: str | Iterable[str]) -> str:
+    """A CMake argument that stands for `value`, whatever characters are in it; several values make a list.
+
+    Raises PlanError for a text that ends a CMake list item early, which nothing can quote.
+    """
+    items = [value] if isinstance(value, str) else list(value)
+    for item in items:
+        if "[" in item and ";" in item:  # CMake does not split lists inside of brackets
+            raise PlanError(f"{item!r} cannot be handed to CMake: it has both '[' and ';'")
+    text = ";".join(item.replace(";", r"\;") for item in items)
+    # CMake drops one backslash-semicolon pair only inside lists; the brackets keep all else as it is.
+    mark = "="
+    while f"]{mark}]" in text or text.endswith(f"]{mark}"):
+        mark += "="
+    return f"[{mark}[{text}]{mark}]"
+
+
+def variables(plan: Plan, request: Request, root: Path, build_dir: Path, depends: Sequence[Path]) -> dict[str, str]:
+    """The variables that `cmake/*.cmake` read, by name without `PELTON_PLAN_`, each as a quoted CMake argument.
+
+    PACKAGE, LIBRARY, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
+    GLIBC_FLOOR: glibc to link for; empty to link as usual.
+    TORCH_INCLUDE, PYBIND11_INCLUDE: folders of headers.
+    HIDDEN_FOLDERS: `folder=name` pairs that are replaced in binaries.
+    JOBS, GPU_JOBS: sizes of the job pools.
+    GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _FLAGS, _DEFINITIONS: sources that are compiled alike.
+    HOSTS: indices; HOST_<i>_SOABI, _SUFFIX, _INCLUDE; HOST_SOURCES, HOST_DEFINITIONS: the host extension.
+    BUILD_INFO, MARKER: files to install into the package. DEPENDS: what the plan was made from. TEXT: for the log.
+    VARIABLES: all names.
+    """
+    cxx = plan.tool("cxx")
+    host = [source for source in plan.sources if source.role == "host"]
+    pythons = plan.host_pythons if host else ()
+    pybind11 = _pybind11_include() if pythons else ""
+    hidden = [f"{plan.torch.path}=torch"] if plan.torch.path else []
+    hidden += [f"{pybind11}=pybind11"] if pybind11 else []
+    hidden += [f"{python.include}=python{python.version}" for python in pythons]
+    package = build_dir / plan.package
+    found: dict[str, str | Iterable[str]] = {
+        "PACKAGE": plan.package,
+        "LIBRARY": plan.library,
+        "CXX_STANDARD": str(plan.cxx_standard),
+        "CXX_COMPILER": cxx.path if cxx else "",
+        "MACHINE": plan.machine,
+        "TORCH_FLOOR": plan.torch_floor,
+        "GLIBC_FLOOR": plan.glibc if request.state == "wheel" and needs_stubs(plan.glibc) else "",
+        "TORCH_INCLUDE": f"{plan.torch.path}/include",
+        "PYBIND11_INCLUDE": pybind11,
+        "HIDDEN_FOLDERS": hidden,
+        "JOBS": str(plan.jobs.count),
+        "GPU_JOBS": str(plan.jobs.gpu_count),
+        "BUILD_INFO": str(package / "_build_info.json"),
+        "MARKER": str(package / "_built.py"),
+        "DEPENDS": [str(path) for path in depends],
+        "TEXT": render(plan),
+        "HOST_SOURCES": [str(root / plan.kernels / source.path) for source in host],
+        "HOST_DEFINITIONS": sorted({definition for source in host for definition in source.definitions}),
+        "HOSTS": [str(index) for index in range(len(pythons))],
+    }
+    for index, python in enumerate(pythons):
+        found[f"HOST_{index}_SOABI"] = python.suffix.strip(".").removesuffix(".so")
+        found[f"HOST_{index}_SUFFIX"] = python.suffix
+        found[f"HOST_{index}_INCLUDE"] = python.include
+    groups = _groups(source for source in plan.sources if source.role != "host")
+    found["GROUPS"] = [str(index) for index in range(len(groups))]
+    for index, group in enumerate(groups):
+        found[f"GROUP_{index}_ROLE"] = group[0].role
+        found[f"GROUP_{index}_LANGUAGE"] = group[0].language
+        found[f"GROUP_{index}_SOURCES"] = [str(root / plan.kernels / source.path) for source in group]
+        found[f"GROUP_{index}_FLAGS"] = group[0].flags
+        found[f"GROUP_{index}_DEFINITIONS"] = group[0].definitions
+    found["VARIABLES"] = sorted(found)
+    return {name: quote(value) for name, value in found.items()}
+
+
+def _groups(sources: Iterable[PlannedSource]) -> list[list[PlannedSource]]:
+    """Sources that are compiled alike, in the plan's order."""
+    groups: dict[tuple[object, ...], list[PlannedSource]] = {}
+    for source in sources:
+        key = (source.role, source.language, source.archs, source.flags, source.definitions)
+        groups.setdefault(key, []).append(source)
+    return list(groups.values())
+
+
+def _pybind11_include() -> str:
+    spec = importlib.util.find_spec("pybind11")
+    folder = Path(spec.origin).parent / "include" if spec is not None and spec.origin else None
+    if folder is None or not (folder / "pybind11" / "pybind11.h").is_file():
+        raise PlanError(
+            "pybind11 is not installed in the build environment; install it (pip install pybind11) or build with "
+            "isolation"
+        )
+    return str(folder)
+
+
+def source_digest(root: Path, profile_file: str) -> str:
+    """SHA-256 over names and contents of everything in the source that can change this profile's wheel."""
+    files = [root / "CMakeLists.txt", root / "pyproject.toml", root / profile_file]
+    for folder in _DIGESTED:
+        files += (
+            path for path in (root / folder).rglob("*") if path.suffix in _DIGESTED_SUFFIXES and path.is_file()
+        )
+    total = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
+        total.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"sha256:{total.hexdigest()}"
+
+
+def build_info(plan: Plan, request: Request, root: Path, cmake_version: str) -> dict[str, Any]:
+    """What the wheel says of itself; nothing in it depends on where or by whom it was built.
+
+    An editable installation changes after this was written, so it has no digest of its source.
+    """
+    toolchain = {tool.kind: f"{tool.name} {tool.version}" for tool in plan.tools}
+    toolchain |= {"cmake": cmake_version, "torch-headers": plan.torch.version}
+    if plan.host_pythons:
+        toolchain["pybind11"] = _distribution_version("pybind11")
+    return {
+        "format": 1,
+        "profile": plan.profile,
+        "summary": plan.summary,
+        "version": plan.wheel_version,
+        "label": plan.label,
+        "commit": request.version.commit,
+        "state": request.state,
+        "backend": plan.backend,
+        "archs": list(plan.archs),
+        "glibc": plan.glibc,
+        "torch_floor": plan.torch_floor,
+        "size_budget": plan.size_budget,
+        "features": {feature.name: feature.enabled for feature in plan.features},
+        "toolchain": toolchain,
+        "host_pythons": [python.version for python in plan.host_pythons],
+        "source_digest": source_digest(root, plan.profile_file) if request.state == "wheel" else "",
+        "plan": plan.public(),
+    }
+
+
+def _distribution_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+_MARKER = '''"""Written by the build. An editable installation rebuilds when this module is imported."""
+'''
+
+
+def write_plan(root: Path, profile: str, build_dir: Path, cmake_version: str) -> Plan:
+    """Make the plan for `build_dir` and write the files above. Raises BuildError when it cannot be built."""
+    if ";" in str(root) or "\n" in str(root):
+        raise PlanError(f"CMake cannot work in a folder with ';' in its path: {root}; move the source")
+    request = read_request(build_dir)
+    if request is None or (profile and (request.choices.profile is None or request.choices.profile.value != profile)):
+        request = request_by_hand(root, profile)
+    plan = plan_of(root, request)
+    refuse_problems(plan)
+    info = build_info(plan, request, root, cmake_version)
+    write_atomically(build_dir / plan.package / "_build_info.json", json.dumps(info, indent=2, sort_keys=True) + "\n")
+    write_atomically(build_dir / plan.package / "_built.py", _MARKER)
+    write_atomically(build_dir / "pelton_plan.json", plan.to_json())
+    made = variables(plan, request, root, build_dir, _depends(root, plan, build_dir))
+    lines = [f"set(PELTON_PLAN_{name} {value})" for name, value in made.items()]
+    write_atomically(build_dir / "pelton_plan.cmake", "\n".join(["# Written by pelton_build.", *lines, ""]))
+    return plan
+
+
+def refuse_problems(plan: Plan) -> None:
+    """Raises PlanError when this plan cannot be built on this machine."""
+    if plan.problems:
+        raise PlanError(f"profile {plan.profile!r} cannot be built here: " + "; ".join(plan.problems))
+
+
+def _depends(root: Path, plan: Plan, build_dir: Path) -> list[Path]:
+    """What the plan was made from: the files that were read, and this tool itself as far as it was used."""
+    own = {
+        Path(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == __package__ and getattr(module, "__file__", None)
+    }
+    files = [root / plan.profile_file, root / plan.kernels / "kernels.toml", root / "pyproject.toml", *sorted(own)]
+    return [*files, *([request_file(build_dir)] if request_file(build_dir).is_file() else [])]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The subcommand `cmake`."""
+    parser = argparse.ArgumentParser(prog="cmake", description="Write the plan as a CMake file.")
+    parser.add_argument("action", choices=["plan"])
+    parser.add_argument("--profile", default="", help="the profile's name; empty: the request, else detection")
+    parser.add_argument("--build-dir", type=Path, required=True, help="CMake's build folder")
+    parser.add_argument("--cmake-version", default="", help="for the build info")
+    options = parser.parse_args(arguments)
+    try:
+        write_plan(project_root(), options.profile, options.build_dir.absolute(), options.cmake_version)
+    except OSError as error:
+        raise BuildError(f"{error.filename or options.build_dir}: {error.strerror or error}") from None
+    return 0
