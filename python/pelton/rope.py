@@ -30,6 +30,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ALIASES = {"su": "longrope"}
 _NEEDS_FACTOR = ("linear", "dynamic", "llama3")
 DEFAULT_THETA = 10000.0
+_TABLE_ROWS = 4096  # computed at once: the float64 angles of a long table need not exist together
 
 
 @dataclass(frozen=True)
@@ -187,16 +188,19 @@ def cos_sin_table(rope: RopeConfig, max_position: int) -> torch.Tensor:
     """
     import torch
 
-    positions = np.arange(max_position, dtype=np.float64)
-    if rope.rope_type == "dynamic" and max_position > rope.max_position:
-        exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
-        angles = positions[:, None] * _dynamic_theta(rope, positions + 1)[:, None] ** -exponent
-    else:
-        angles = positions[:, None] * inverse_frequencies(rope, max_position)
+    dynamic = rope.rope_type == "dynamic" and max_position > rope.max_position
+    exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
+    frequencies = inverse_frequencies(rope, max_position)
     table = np.empty((max_position, rope.rotary_dim), dtype=np.float32)
     half = rope.rotary_dim // 2
-    np.multiply(np.cos(angles), rope.cos_sin_scale, out=table[:, :half], casting="unsafe")
-    np.multiply(np.sin(angles), rope.cos_sin_scale, out=table[:, half:], casting="unsafe")
+    for first in range(0, max_position, _TABLE_ROWS):
+        positions = np.arange(first, min(first + _TABLE_ROWS, max_position), dtype=np.float64)[:, None]
+        if dynamic:
+            frequencies = _dynamic_theta(rope, positions + 1) ** -exponent
+        angles = positions * frequencies
+        rows = table[first : first + len(positions)]
+        np.multiply(np.cos(angles), rope.cos_sin_scale, out=rows[:, :half], casting="same_kind")
+        np.multiply(np.sin(angles), rope.cos_sin_scale, out=rows[:, half:], casting="same_kind")
     return torch.from_numpy(table)
 
 

@@ -1,0 +1,37 @@
+"""Token embedding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .weight import Weight
+
+if TYPE_CHECKING:
+    from ..loader import CheckpointTensor
+
+__all__ = ["Embedding"]
+
+
+class Embedding:
+    """Rows of a table [vocab_size, hidden_size]."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = (vocab_size, hidden_size)
+        self.dtype = dtype
+        self.weight: Tensor | None = None
+
+    def weights(self) -> dict[str, Weight]:
+        return {f"{self.name}.weight": Weight(self.shape, self._load)}
+
+    def _load(self, source: CheckpointTensor) -> None:
+        self.weight = torch.empty(self.shape, dtype=self.dtype)
+        source.load(out=self.weight)
+
+    def __call__(self, ids: Tensor, out: Tensor) -> Tensor:
+        assert self.weight is not None, "weights were not loaded"
+        return ops.embedding(ids, self.weight, out=out)

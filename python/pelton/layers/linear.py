@@ -1,0 +1,73 @@
+"""Linear projection, one or several side by side in one packed weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .weight import Weight
+
+if TYPE_CHECKING:
+    from ..loader import CheckpointTensor
+
+__all__ = ["Linear"]
+
+
+class Linear:
+    """``x W^T + b``, where W stacks the projections `parts` (Hugging Face name -> output features).
+
+    Several projections of the same input (query, key, value; gate, up) make one product: the input is read once. The
+    rows of a checkpoint are collected in plain layout until all parts are there, then packed, and the plain copy goes.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = sum(parts.values())
+        self.parts = dict(parts)
+        self.dtype = dtype
+        self.packed_weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self._has_bias = bias
+        self._plain: Tensor | None = None
+        self._missing = len(parts)
+
+    def weights(self) -> dict[str, Weight]:
+        places: dict[str, Weight] = {}
+        first = 0
+        for name, features in self.parts.items():
+            rows = slice(first, first + features)
+            places[f"{name}.weight"] = Weight((features, self.in_features), partial(self._load_weight, rows))
+            if self._has_bias:
+                places[f"{name}.bias"] = Weight((features,), partial(self._load_bias, rows))
+            first += features
+        return places
+
+    def _load_weight(self, rows: slice, source: CheckpointTensor) -> None:
+        if self._plain is None:
+            self._plain = torch.empty((self.out_features, self.in_features), dtype=self.dtype)
+        source.load(out=self._plain[rows])
+        self._missing -= 1
+        if self._missing == 0:
+            self.pack(self._plain)
+            self._plain = None
+
+    def _load_bias(self, rows: slice, source: CheckpointTensor) -> None:
+        if self.bias is None:
+            self.bias = torch.empty(self.out_features, dtype=self.dtype)
+        source.load(out=self.bias[rows])
+
+    def pack(self, weight: Tensor) -> None:
+        """Take `weight` [out_features, in_features]."""
+        self.packed_weight = ops.pack_linear_weight(weight)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """``x`` [T, in_features] -> `out` [T, out_features]."""
+        assert self.packed_weight is not None, "weights were not loaded"
+        return ops.linear(x, self.packed_weight, self.bias, out_features=self.out_features, out=out)

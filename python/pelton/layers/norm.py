@@ -1,0 +1,51 @@
+"""RMS normalization of hidden states and of heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .weight import Weight
+
+if TYPE_CHECKING:
+    from ..loader import CheckpointTensor
+
+__all__ = ["HeadNorm", "RMSNorm"]
+
+
+class RMSNorm:
+    """``x / rms(x) * weight`` (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype) -> None:
+        self.name = name
+        self.size = size
+        self.eps = eps
+        self.dtype = dtype
+        self.weight: Tensor | None = None
+
+    def weights(self) -> dict[str, Weight]:
+        return {f"{self.name}.weight": Weight((self.size,), self._load)}
+
+    def _load(self, source: CheckpointTensor) -> None:
+        self.weight = torch.empty(self.size, dtype=self.dtype)
+        source.load(out=self.weight)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps, out=out)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual += x``; gives the normalized residual, in the memory of `x`."""
+        ops.fused_add_rms_norm(x, residual, self.weight, self.eps)
+        return x
+
+
+class HeadNorm(RMSNorm):
+    """RMS normalization of each head of ``x`` [T, num_heads, head_size], in place (Qwen3's query and key norm)."""
+
+    def heads(self, x: Tensor) -> None:
+        # Heads of a qkv buffer have two strides, and the operator takes one: head by head.
+        for head in x.unbind(1):
+            ops.rms_norm(head, self.weight, self.eps, out=head)
