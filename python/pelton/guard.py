@@ -262,13 +262,9 @@ def described_machine(path: Path, real: Machine) -> Machine:
     for key in data:
         if key not in _HOST_KEYS:
             raise wrong(f"unknown key {key!r}{did_you_mean(key, _HOST_KEYS)}; known: {', '.join(_HOST_KEYS)}")
-    machine = real
-    for key in ("system", "machine"):
-        if key in data:
-            machine = replace(machine, **{key: text(data, key)})
-    for key in ("glibc", "torch"):  # empty: there is none
-        if key in data:
-            machine = replace(machine, **{key: text(data, key) or None})
+    changes: dict[str, Any] = {key: text(data, key) for key in ("system", "machine") if key in data}
+    changes |= {key: text(data, key) or None for key in ("glibc", "torch") if key in data}  # empty: there is none
+    machine = replace(real, **changes)
     cpu = data.get("cpu", {})
     if not isinstance(cpu, dict):
         raise wrong(f"cpu: expected a table, found {cpu!r}")
