@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from pelton.errors import InvalidValueError, ModelOutputError, PeltonError, PromptError
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.request import Request, RequestStatus
 from pelton.sampling import Sampler, SamplingParams, TokenLogprobs, request_seed, token_logprobs
 from pelton.scheduler import Scheduler, StepPlan
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Engine", "RequestGroup", "Runner"]
 
@@ -282,7 +281,8 @@ class Engine:
         """
         self._is_stepping = True
         try:
-            return self._step()
+            with torch.inference_mode():
+                return self._step()
         except BaseException as error:
             self.reset(PeltonError(f"the engine dropped this request because a step failed: {error!r}"))
             raise
@@ -325,8 +325,6 @@ class Engine:
         if not requests:
             return []
         if len(rows) != logits.shape[0] or forks:
-            import torch
-
             logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
         token_ids, logprobs, valid = self.sampler.sample(logits, requests)
 
