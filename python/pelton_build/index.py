@@ -38,6 +38,8 @@ from typing import Any
 
 from pelton_build import audit
 from pelton_build.errors import BuildError
+from pelton_build.planning import project_root
+from pelton_build.project import load_project
 
 __all__ = ["IndexBuildError", "IndexReport", "WheelEntry", "build_index", "main", "plan_pages", "read_wheel"]
 
@@ -516,15 +518,6 @@ def _locked(out: Path) -> Iterator[None]:
 # --- command line ---
 
 
-def baseline_profile(root: Path) -> str:
-    """``tool.pelton-build.baseline-profile`` of the project's pyproject.toml; empty when it names none."""
-    try:
-        data = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError):
-        return ""
-    return str(data.get("tool", {}).get("pelton-build", {}).get("baseline-profile", ""))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m pelton_build.index``: the index of all wheels below a folder; exit code 0 when it was made."""
     parser = argparse.ArgumentParser(
@@ -546,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = build_index(
             find_wheels(options.wheels or [Path("dist")]),
             options.out,
-            baseline=options.baseline or baseline_profile(Path()),
+            baseline=options.baseline or load_project(project_root()).baseline_profile,
             yanks=read_yanks(yank) if yank else None,
         )
     except BuildError as error:

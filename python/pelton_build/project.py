@@ -3,6 +3,7 @@
     [tool.pelton-build]
     fallback-version = "0.1.0"       # of a source that has neither a git tag nor a release file
     dependencies = ["numpy>=2"]      # of every wheel; the profile's own (torch among them) come on top
+    baseline-profile = "cpu-avx2"    # whose wheels the main index holds
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class ProjectSettings:
 
     fallback_version: str
     dependencies: tuple[str, ...]
+    baseline_profile: str = ""
 
 
 def load_project(root: Path) -> ProjectSettings:
@@ -50,7 +52,7 @@ def parse_project(text: str) -> ProjectSettings:
     table = data.get("tool", {}).get(TABLE)
     if not isinstance(table, dict):
         raise ProjectError(f"{FILE}: missing table [tool.{TABLE}]")
-    known = ("fallback-version", "dependencies")
+    known = ("fallback-version", "dependencies", "baseline-profile")
     for key in table:
         if key not in known:
             raise ProjectError(f"{FILE}: unknown key 'tool.{TABLE}.{key}'{did_you_mean(key, known)}")
@@ -59,4 +61,7 @@ def parse_project(text: str) -> ProjectSettings:
         raise ProjectError(f"{FILE}: tool.{TABLE}.fallback-version: expected text such as '0.1.0'")
     if not isinstance(dependencies, list) or not all(isinstance(item, str) for item in dependencies):
         raise ProjectError(f"{FILE}: tool.{TABLE}.dependencies: expected a list of texts")
-    return ProjectSettings(version, tuple(dependencies))
+    baseline = table.get("baseline-profile", "")
+    if not isinstance(baseline, str):
+        raise ProjectError(f"{FILE}: tool.{TABLE}.baseline-profile: expected a profile's name, found {baseline!r}")
+    return ProjectSettings(version, tuple(dependencies), baseline)
