@@ -1,0 +1,204 @@
+// out = x W^T + bias with weights packed into panels, [panels][in_features][panel width], sums in fp32.
+// One task is a block of rows times a run of panels; x is widened into tiles once a task, a panel is
+// read once a task, and one register tile (common/tile.h) serves one row as well as thousands.
+// Method: Goto and van de Geijn, 2008, with B packed ahead of time and A a task at a time.
+#include <algorithm>
+
+#include "../common/scratch.h"
+#include "../common/tile.h"
+#include "linear.h"
+
+namespace pelton::cpu {
+namespace {
+
+// Sizes in elements or bytes, for the caches of the machines that have the instruction set.
+constexpr bool kWide = Vec::width == 16;
+constexpr int64_t kPanel = 2 * Vec::width;
+constexpr int64_t kDepth = kWide ? 256 : 384;  // of the piece of a panel that stays in the first cache
+constexpr int64_t kStreamDepth = 4096;         // of a piece that is used once
+// Rows of x lie so that they start in different sets of the cache.
+constexpr int64_t kDepthStride = kDepth + 16, kStreamStride = kStreamDepth + 16;
+constexpr int64_t kBlockRows = kTileRows * (kWide ? 12 : 16);
+constexpr int64_t kInputBytes = kWide ? 512 << 10 : 256 << 10;  // of x, which stays in the second cache
+constexpr int64_t kSumBytes = kWide ? 512 << 10 : 128 << 10;    // of sums that wait for the next piece of x
+constexpr int64_t kTasksPerThread = 4;                          // so that a thread that is held up does less
+constexpr int64_t kTaskWork = 64 << 10;  // multiplications that are worth a task; half of it for one row
+constexpr int64_t kTaskPanels = 6;       // that make up for widening x once more
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Range {
+  int64_t first, last;
+  int64_t size() const { return last - first; }
+};
+// Part `i` of `parts` parts of [0, n), whose sizes differ by at most one.
+constexpr Range part(int64_t n, int64_t parts, int64_t i) { return {i * n / parts, (i + 1) * n / parts}; }
+
+// How a task cuts its sums over in_features: pieces of x and of a panel that are multiplied at a time,
+// and how many pieces of x are widened at a time.
+struct Cut {
+  int64_t pieces, pieces_at_once, stride;
+};
+Cut cut_depth(int64_t rows, int64_t in_features) {
+  const bool stream = rows <= kTileRows;
+  const int64_t stride = stream ? kStreamStride : kDepthStride;
+  const int64_t pieces = std::max<int64_t>(1, ceil_div(in_features, stream ? kStreamDepth : kDepth));
+  const int64_t piece_bytes = rows * stride * int64_t(sizeof(float));
+  return {pieces, std::clamp<int64_t>(kInputBytes / piece_bytes, 1, pieces), stride};
+}
+
+struct Buffers {
+  Scratch input, sums;
+};
+Buffers& buffers() {
+  thread_local Buffers b;
+  return b;
+}
+
+// Rows of x, the pieces `pieces` of them, to fp32 [piece][row][stride].
+template <class X>
+void widen_input(const X* x, int64_t x_stride, int64_t rows, int64_t in_features, int64_t num_pieces,
+                 Range pieces, float* to, int64_t stride) {
+  for (int64_t p = pieces.first; p < pieces.last; ++p) {
+    const Range k = part(in_features, num_pieces, p);
+    for (int64_t r = 0; r < rows; ++r, to += stride) {
+      const X* from = x + r * x_stride + k.first;
+      for_each_vector(k.size(), [&](int64_t i, int n, auto full) {
+        store_step(to + i, load_step(from + i, n, full), n, full);
+      });
+    }
+  }
+}
+
+// sums [rows][kPanel] (+)= one piece of x times the same piece of a panel. One tile: the weights go by once.
+template <class W>
+void multiply_stream(const float* x, const W* weight, int64_t rows, int64_t depth, float* sums,
+                     bool accumulate) {
+  multiply_rows<2, kStreamStride, From::memory>(int(rows), x, weight, kPanel, sums, kPanel, depth,
+                                                accumulate);
+}
+
+// The same with several tiles, which find the weights in the cache; meanwhile the next ones come.
+template <class W>
+void multiply_block(const float* x, const W* weight, const W* next_weight, int64_t rows, int64_t depth,
+                    float* sums, bool accumulate) {
+  const float* wide;
+  if constexpr (std::is_same_v<W, float>) {
+    wide = weight;
+  } else {
+    alignas(64) float buffer[kDepth * kPanel];
+    for (int64_t i = 0; i < depth * kPanel; i += Vec::width) store(buffer + i, load(weight + i));
+    wide = buffer;
+  }
+  const int64_t ahead_step = ceil_div(kPanel * sizeof(W), num_tiles(rows));
+  for_each_tile(rows, [&](int64_t tile, int64_t first, int count) {
+    const Ahead ahead{(const char*)next_weight + tile * depth * ahead_step, ahead_step};
+    multiply_rows<2, kDepthStride, From::cache>(count, x + first * kDepthStride, wide, kPanel,
+                                                sums + first * kPanel, kPanel, depth, accumulate, ahead);
+  });
+}
+
+Vec load_bias(const LinearArgs& a, int64_t column, int n) {
+  if (a.bias == nullptr) return Vec::zero();
+  Vec v = Vec::zero();
+  dispatch(a.bias_dtype,
+           [&](auto t) { v = load_partial(static_cast<const decltype(t)*>(a.bias) + column, n); });
+  return v;
+}
+
+// sums [rows][kPanel] + bias to the panel's columns of out.
+template <class X>
+void finish_panel(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t panel, const float* sums) {
+  const int64_t column = panel * kPanel;
+  for_each_vector(std::min(kPanel, a.out_features - column), [&](int64_t i, int n, auto full) {
+    const Vec bias = load_bias(a, column + i, n);
+    X* out = static_cast<X*>(a.out) + first_row * a.out_stride + column + i;
+    for (int64_t r = 0; r < rows; ++r) {
+      store_step(out + r * a.out_stride, load(sums + r * kPanel + i) + bias, n, full);
+    }
+  });
+}
+
+template <class X, class W>
+void linear_task(const LinearArgs& a, Range rows, Range panels) {
+  const int64_t num_rows = rows.size();
+  const Cut cut = cut_depth(num_rows, a.in_features);
+  const int64_t piece_floats = num_rows * cut.stride;
+  const bool keep_sums = cut.pieces_at_once < cut.pieces;
+  float* input = buffers().input.floats(cut.pieces_at_once * piece_floats);
+  float* sums = buffers().sums.floats((keep_sums ? panels.size() : 1) * num_rows * kPanel);
+  const X* x = static_cast<const X*>(a.x) + rows.first * a.x_stride;
+
+  for (int64_t first = 0; first < cut.pieces; first += cut.pieces_at_once) {
+    const Range pieces{first, std::min(cut.pieces, first + cut.pieces_at_once)};
+    widen_input(x, a.x_stride, num_rows, a.in_features, cut.pieces, pieces, input, cut.stride);
+    const int64_t group_start = part(a.in_features, cut.pieces, pieces.first).first;
+    for (int64_t panel = panels.first; panel < panels.last; ++panel) {
+      const W* weight = static_cast<const W*>(a.weight) + panel * a.in_features * kPanel;
+      const W* next_panel = weight + (a.in_features + group_start) * kPanel;
+      float* panel_sums = keep_sums ? sums + (panel - panels.first) * num_rows * kPanel : sums;
+      for (int64_t p = pieces.first; p < pieces.last; ++p) {
+        const Range k = part(a.in_features, cut.pieces, p);
+        const float* x_piece = input + (p - pieces.first) * piece_floats;
+        const W* piece = weight + k.first * kPanel;
+        if (num_rows <= kTileRows) {
+          multiply_stream(x_piece, piece, num_rows, k.size(), panel_sums, p > 0);
+        } else {
+          const W* next = p + 1 < pieces.last ? weight + k.last * kPanel : next_panel;
+          multiply_block(x_piece, piece, next, num_rows, k.size(), panel_sums, p > 0);
+        }
+      }
+      if (pieces.last == cut.pieces) finish_panel<X>(a, rows.first, num_rows, panel, panel_sums);
+    }
+  }
+}
+
+template <class T>
+void pack_panels(const PackArgs& a, int64_t first_panel, int64_t last_panel) {
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    T* to = static_cast<T*>(a.packed) + panel * a.in_features * kPanel;
+    const T* from = static_cast<const T*>(a.weight) + panel * kPanel * a.weight_stride;
+    const int64_t columns = std::min(kPanel, a.out_features - panel * kPanel);
+    for (int64_t k = 0; k < a.in_features; ++k, to += kPanel) {
+      for (int64_t j = 0; j < columns; ++j) to[j] = from[j * a.weight_stride + k];
+      for (int64_t j = columns; j < kPanel; ++j) to[j] = T{};
+    }
+  }
+}
+
+}  // namespace
+
+int64_t linear_panel_width() { return kPanel; }
+
+LinearPlan plan_linear(const LinearArgs& a, int64_t threads) {
+  const int64_t panels = ceil_div(a.out_features, kPanel);
+  const int64_t row_blocks = ceil_div(a.rows, kBlockRows);
+  const int64_t rows = ceil_div(a.rows, row_blocks);
+  const int64_t work = (rows == 1 ? 2 : rows) * a.in_features * panels * kPanel;
+  // Equal shares for all threads first, then smaller ones as far as they pay.
+  const int64_t tasks = std::min(work / kTaskWork, panels * row_blocks / kTaskPanels);
+  const int64_t shares = std::clamp<int64_t>(tasks / threads, 1, kTasksPerThread);
+  int64_t panel_blocks =
+      std::min(ceil_div(threads * shares, row_blocks), std::max<int64_t>(1, work / kTaskWork));
+  const Cut cut = cut_depth(rows, a.in_features);
+  if (cut.pieces_at_once < cut.pieces) {
+    const int64_t panels_at_once = std::max<int64_t>(1, kSumBytes / (rows * kPanel * int64_t(sizeof(float))));
+    panel_blocks = std::max(panel_blocks, ceil_div(panels, panels_at_once));
+  }
+  return {panels, row_blocks, std::clamp<int64_t>(panel_blocks, 1, panels)};
+}
+
+void linear(const LinearArgs& a, const LinearPlan& plan, int64_t task) {
+  // Row blocks of the same panels follow each other, so that threads share the panels in the cache.
+  const Range rows = part(a.rows, plan.row_blocks, task % plan.row_blocks);
+  const Range panels = part(plan.panels, plan.panel_blocks, task / plan.row_blocks);
+  dispatch(a.dtype, [&](auto x) {
+    dispatch(a.weight_dtype, [&](auto w) { linear_task<decltype(x), decltype(w)>(a, rows, panels); });
+  });
+}
+
+void pack_linear_weight(const PackArgs& a, int64_t first_panel, int64_t last_panel) {
+  dispatch(a.dtype, [&](auto t) { pack_panels<decltype(t)>(a, first_panel, last_panel); });
+}
+
+}  // namespace pelton::cpu
