@@ -14,10 +14,11 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from .errors import CheckpointError, PeltonError, UnsupportedError
 
@@ -110,6 +111,34 @@ def _tensor_type(type_id: int) -> TensorType | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class StringArray(Sequence[str]):
+    """Strings that are decoded when they are asked for: vocabularies are long, and often only counted."""
+
+    def __init__(self, data: mmap.mmap, starts: list[int]) -> None:
+        self._data = data
+        self._starts = starts  # of each string's length, and the end of the last
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        return self._data[self._starts[i] + 8 : self._starts[i + 1]].decode("utf-8", errors="surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        data = self._data
+        for start, stop in pairwise(self._starts):
+            yield data[start + 8 : stop].decode("utf-8", errors="surrogateescape")
+
+
 class _Cursor:
     """Reads little-endian values and refuses to read past the end of the file."""
 
@@ -140,24 +169,23 @@ class _Cursor:
         self.pos += length
         return raw.decode("utf-8", errors="surrogateescape")
 
-    def texts(self, count: int, what: str) -> list[str]:
+    def texts(self, count: int, what: str) -> StringArray:
         self.need(8 * count, what)  # each has a length of eight bytes, so a wild count ends here
         data, pos, end = self.data, self.pos, self.end
         unpack_length = struct.Struct("<Q").unpack_from
-        out = []
+        starts = []
         for _ in range(count):
+            starts.append(pos)
             if pos + 8 > end:
-                self.pos = pos
-                self.need(8, f"a string of {what}")
+                break
             (length,) = unpack_length(data, pos)
-            pos += 8
-            if length > end - pos:
-                self.pos = pos
-                self.need(length, f"a string of {what}")
-            out.append(data[pos : pos + length].decode("utf-8", errors="surrogateescape"))
-            pos += length
+            pos += 8 + length
+        if pos > end or len(starts) < count:
+            self.pos = starts[-1]
+            self.need(max(8, pos - starts[-1]), f"string {len(starts) - 1} of {what}")
         self.pos = pos
-        return out
+        starts.append(pos)
+        return StringArray(data, starts)
 
     def value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
@@ -660,12 +688,9 @@ class GgufFile:
         template = self.metadata.get("tokenizer.chat_template")
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         types = self.metadata.get("tokenizer.ggml.token_type")
-        if isinstance(template, str) and isinstance(tokens, list) and isinstance(types, list):
-            for text in _END_OF_TURN:
-                if text in template and text in tokens:
-                    index = tokens.index(text)
-                    if index < len(types) and types[index] == 3:  # a control token
-                        ids.append(index)
+        if isinstance(template, str) and isinstance(tokens, StringArray) and isinstance(types, list):
+            control = {tokens[i]: i for i, kind in enumerate(types[: len(tokens)]) if kind == 3}
+            ids += [control[text] for text in _END_OF_TURN if text in template and text in control]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def _rope_scaling(self, head_dim: int, context: int) -> dict[str, Any] | None:

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import TokenizerError, did_you_mean
+from .gguf import GgufFile, StringArray
 from .tokenizer import SKIP_HINT, Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
-
-    from .gguf import GgufFile
 
 __all__ = ["PRE_TOKENIZERS", "tokenizer_from_gguf"]
 
@@ -93,8 +92,9 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     if kind in (None, "none", "no_vocab"):
         raise TokenizerError(f"{file.path}: has no tokenizer. {SKIP_HINT}")
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+    if not isinstance(tokens, StringArray) or not tokens:
         raise TokenizerError(f"{file.path}: tokenizer.ggml.tokens is missing or not a list of strings. {SKIP_HINT}")
+    tokens = list(tokens)
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise TokenizerError(f"{file.path}: {len(tokens)} tokens but {len(types)} token types")
@@ -136,10 +136,10 @@ def _mark_special(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: S
     """Control tokens are special, user-defined ones are added: both are found in text before it is split."""
     from tokenizers import AddedToken
 
-    special = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL and text]
-    if not byte_level:  # SentencePiece's <unk> is not text either
-        special += [text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN and text]
-    added = [text for text, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED and text]
+    marked = [(text, kind) for text, kind in zip(tokens, types, strict=True) if kind != NORMAL and text]
+    special_kinds = (CONTROL,) if byte_level else (CONTROL, UNKNOWN)  # SentencePiece's <unk> is not text either
+    special = [text for text, kind in marked if kind in special_kinds]
+    added = [text for text, kind in marked if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
 
@@ -180,14 +180,12 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int], pre
             f"{', '.join(sorted(PRE_TOKENIZERS))}. {SKIP_HINT}"
         )
     merges = file.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    if not isinstance(merges, StringArray):
         raise TokenizerError(f"{file.path}: tokenizer.ggml.merges is missing. {SKIP_HINT}")
-    pairs = []
-    for merge in merges:
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
-            raise TokenizerError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, which is no pair")
-        pairs.append((left, right))
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    broken = next((pair for pair in pairs if len(pair) != 2 or not all(pair)), None)
+    if broken is not None:
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.merges has {' '.join(broken)!r}, which is no pair")
     vocab = {text: index for index, text in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _WHOLE_PIECES))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
