@@ -82,11 +82,12 @@ void multiply_stream(const float* x, const W* weight, int64_t rows, int64_t dept
 template <class W>
 void multiply_block(const float* x, const W* weight, const W* next_weight, int64_t rows, int64_t depth,
                     float* sums, bool accumulate) {
+  constexpr bool kNarrow = !std::is_same_v<W, float>;
+  alignas(64) float buffer[kNarrow ? kDepth * kPanel : 1];
   const float* wide;
-  if constexpr (std::is_same_v<W, float>) {
+  if constexpr (!kNarrow) {
     wide = weight;
   } else {
-    alignas(64) float buffer[kDepth * kPanel];
     for (int64_t i = 0; i < depth * kPanel; i += Vec::width) store(buffer + i, load(weight + i));
     wide = buffer;
   }
