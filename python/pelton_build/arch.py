@@ -1,7 +1,7 @@
 """The archs that each backend knows, and an answer to every other spelling that people try.
 
-Sources: the `--gpu-architecture` tables of nvcc's documentation, CUDA 11.0 to 13.1; LLVM's AMDGPU usage guide; the
-x86-64 psABI's microarchitecture levels.
+Sources: the `--gpu-architecture` tables of nvcc's documentation, CUDA 11.0 to 13.1; LLVM's AMDGPU usage
+guide; the x86-64 psABI's microarchitecture levels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ BACKENDS = ("cpu", "cuda", "rocm")
 
 
 class ArchError(ValueError):
-    """A value of `target.arch` is not the name of an arch of the backend. The message holds no file or key."""
+    """A value of `target.arch` is not the name of an arch of the backend. The message holds no file or
+    key."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ _CUDA = (
 _RENAMED = ((101, 110, "13.0"),)
 
 _ROCM = (
-    "gfx803", "gfx900", "gfx902", "gfx904", "gfx906", "gfx908", "gfx909", "gfx90a", "gfx90c", "gfx940", "gfx941",
-    "gfx942", "gfx950", "gfx1010", "gfx1011", "gfx1012", "gfx1013", "gfx1030", "gfx1031", "gfx1032", "gfx1033",
-    "gfx1034", "gfx1035", "gfx1036", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152",
-    "gfx1153", "gfx1200", "gfx1201",
+    "gfx803", "gfx900", "gfx902", "gfx904", "gfx906", "gfx908", "gfx909", "gfx90a", "gfx90c", "gfx940",
+    "gfx941", "gfx942", "gfx950", "gfx1010", "gfx1011", "gfx1012", "gfx1013", "gfx1030", "gfx1031", "gfx1032",
+    "gfx1033", "gfx1034", "gfx1035", "gfx1036", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150",
+    "gfx1151", "gfx1152", "gfx1153", "gfx1200", "gfx1201",
 )  # fmt: skip
 _SRAMECC = ("gfx906", "gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950")
 _ROCM_FEATURES = {"sramecc": _SRAMECC, "xnack": ("gfx900", "gfx902", "gfx904", "gfx909", "gfx90c", *_SRAMECC)}
@@ -85,12 +86,12 @@ _CPU = {
 }
 # What people call these levels elsewhere.
 _CPU_ALIASES = {
-    "sse4": "x86-64-v2", "sse4.2": "x86-64-v2", "sse42": "x86-64-v2", "nehalem": "x86-64-v2",
-    "avx": "x86-64-v3", "avx2": "x86-64-v3", "haswell": "x86-64-v3", "broadwell": "x86-64-v3", "znver1": "x86-64-v3",
-    "znver2": "x86-64-v3", "znver3": "x86-64-v3", "core-avx2": "x86-64-v3", "x86-64": "x86-64-v3",
-    "avx512": "x86-64-v4", "avx512f": "x86-64-v4", "skylake-avx512": "x86-64-v4", "znver4": "x86-64-v4",
-    "icelake-server": "x86-64-v4", "sapphirerapids": "x86-64-v4", "cascadelake": "x86-64-v4",
-}  # fmt: skip
+    **dict.fromkeys(("sse4", "sse4.2", "sse42", "nehalem"), "x86-64-v2"),
+    **dict.fromkeys(("avx", "avx2", "core-avx2", "haswell", "broadwell", "x86-64"), "x86-64-v3"),
+    **dict.fromkeys(("znver1", "znver2", "znver3"), "x86-64-v3"),
+    **dict.fromkeys(("avx512", "avx512f", "skylake-avx512", "cascadelake", "icelake-server"), "x86-64-v4"),
+    **dict.fromkeys(("sapphirerapids", "znver4", "znver5"), "x86-64-v4"),
+}
 
 _NATIVE = ("native", "host", "auto", "all", "all-major", "common", "local", "detect")
 _SM = re.compile(r"(?:sm|compute)_(\d{2,3})([af]?)", re.ASCII)
@@ -146,7 +147,8 @@ def check_archs(backend: str, archs: Sequence[str]) -> None:
             raise ArchError(f"{arch!r} is listed twice; name each arch once")
     if backend == "cpu" and len(archs) > 1:
         raise ArchError(
-            f"a CPU profile has exactly one arch, found {', '.join(map(repr, archs))}; make one profile for each"
+            f"a CPU profile has exactly one arch, found {', '.join(map(repr, archs))}; make one profile for "
+            "each"
         )
     if backend == "rocm":
         bare = [arch.split(":")[0] for arch in archs]
@@ -156,7 +158,8 @@ def check_archs(backend: str, archs: Sequence[str]) -> None:
 
 
 def check_cuda_archs_for(archs: Iterable[str], versions: VersionRange, found: Version | None) -> None:
-    """Raises ArchError when the nvcc found, or every nvcc that the profile allows, does not know one of `archs`."""
+    """Raises ArchError when the nvcc found, or every nvcc that the profile allows, does not know one of
+    `archs`."""
     for arch in archs:
         known = cuda_arch_range(arch)
         if found is not None:
@@ -211,7 +214,8 @@ def _check_rocm_features(arch: str, name: str, features: list[str]) -> None:
         if feature[-1:] not in ("+", "-") or key not in _ROCM_FEATURES:
             close = nearest(key or feature, _ROCM_FEATURES, 0.4) or "xnack"
             raise ArchError(
-                f"{arch!r}: unknown target feature {feature!r}; did you mean '{close}-'? known: sramecc, xnack, each with + or -"
+                f"{arch!r}: unknown target feature {feature!r}; did you mean '{close}-'? known: sramecc, "
+                "xnack, each with + or -"
             )
         if name not in _ROCM_FEATURES[key]:
             raise ArchError(f"{arch!r}: {name} has no target feature {key!r}; write {name!r}")
@@ -228,13 +232,18 @@ def _explain(backend: str, arch: str) -> str:
     word = arch.strip().lower()
     if not word:
         return f"an empty name; write e.g. {_example(backend)!r}"
+    if len(parts := [part for part in re.split(r"[\s,;|]+", word) if part]) > 1:
+        return f"{arch!r} names several; write each as an entry of its own: {', '.join(map(repr, parts))}"
     if word in _NATIVE:
         return (
             f"{arch!r} depends on the machine that builds; name the hardware, such as {_example(backend)!r}"
         )
     for other in BACKENDS:
         if other != backend and _is_known(other, word):
-            return f"{arch!r} is an arch of backend {other}, and target.backend is {backend!r}; set target.backend = {other!r} or name an arch such as {_example(backend)!r}"
+            return (
+                f"{arch!r} is an arch of backend {other}, and target.backend is {backend!r}; set "
+                f"target.backend = {other!r} or name an arch such as {_example(backend)!r}"
+            )
     if backend == "cuda":
         return _explain_cuda(arch, word)
     if backend == "cpu":
@@ -243,8 +252,11 @@ def _explain(backend: str, arch: str) -> str:
         close = nearest(word.split(":")[0], _ROCM, 0.5)
         if close is None and re.fullmatch(r"\d{3,4}[a-c]?", word):
             close = nearest(f"gfx{word}", _ROCM, 0.5)
-    hint = f"; did you mean {close!r}?" if close else ";"
-    return f"unknown {backend} arch {arch!r}{hint} known: {', '.join(known_archs(backend))}"
+    return f"unknown {backend} arch {arch!r}{_hint(close, known_archs(backend))}"
+
+
+def _hint(close: str | None, known: Iterable[str]) -> str:
+    return f"; did you mean {close!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def _is_known(backend: str, word: str) -> bool:
@@ -265,9 +277,9 @@ def _explain_cuda(arch: str, word: str) -> str:
         virtual = False
     match = _CUDA_LIKE.fullmatch(word)
     if match is None:
+        machine_code = [name for name in _CUDA_NAMES if name.startswith("sm_")]
         close = nearest(word, _CUDA_NAMES, 0.5)
-        hint = f"; did you mean {close!r}?" if close else ";"
-        return f"unknown cuda arch {arch!r}{hint} known: {', '.join(n for n in _CUDA_NAMES if n.startswith('sm_'))} and compute_* for PTX"
+        return f"unknown cuda arch {arch!r}{_hint(close, [*machine_code, 'compute_* for PTX'])}"
     kind = match[1] or match[5] or ""
     number = int(match[2] + match[3]) if match[2] else int(match[6])
     suffix = match[4] or match[7] or ""
@@ -279,5 +291,8 @@ def _explain_cuda(arch: str, word: str) -> str:
         name = f"{prefix}_{best}"
     if ptx:
         compute = name.replace("sm_", "compute_")
-        return f"{arch!r} is the spelling of another tool; write machine code and PTX as two entries: {name!r}, {compute!r}"
+        return (
+            f"{arch!r} is the spelling of another tool; write machine code and PTX as two entries: "
+            f"{name!r}, {compute!r}"
+        )
     return f"unknown cuda arch {arch!r}; did you mean {name!r}?"

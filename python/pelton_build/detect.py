@@ -1,13 +1,14 @@
 """Which profile this machine is, when nobody says.
 
-1. A GPU that is found, with a profile for it that can be built here: its family has sources in the kernel table, and
-   a toolkit that the profile allows is on this machine or can be installed. Exact archs come before compatible ones,
-   compatible ones before PTX.
+1. A GPU that is found, with a profile for it that can be built here: its family has sources in the kernel
+   table, and a toolkit that the profile allows is on this machine or can be installed. Exact archs come
+   before compatible ones, compatible ones before PTX.
 2. Otherwise the CPU: of the profiles whose level it has, that of the highest level.
 3. A CPU whose flags cannot be read counts as the lowest level that a profile is for.
 
-Profiles of equal rank are taken by name. A profile that is passed over says why. The flags are those that Linux
-shows in /proc/cpuinfo: it hides those of registers that it does not save, so that they are true of CPU and system.
+Profiles of equal rank are taken by name. A profile that is passed over says why. The flags are those that
+Linux shows in /proc/cpuinfo: it hides those of registers that it does not save, so that they are true of
+CPU and system.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Detection:
     """Name and reason of each other profile that was weighed, those of other CPU levels included."""
 
 
-# --- the machine -----------------------------------------------------------------------------------------------------
+# --- the machine --------------------------------------------------------------------------------------------
 
 # Runs in a process of its own: a broken driver may hang or crash whoever loads it.
 _ASK_DRIVER = """\
@@ -85,7 +86,8 @@ status = cuda.cuDeviceGetCount(ctypes.byref(count))
 if status:
     raise SystemExit(f"cuDeviceGetCount answers {status}")
 for index in range(count.value):
-    device, major, minor, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
     cuda.cuDeviceGet(ctypes.byref(device), index)
     cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
     cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
@@ -127,7 +129,8 @@ def _nvidia(environ: Mapping[str, str], python: str) -> tuple[tuple[Gpu, ...], t
 
 
 def _amd(root: Path) -> tuple[Gpu, ...]:
-    """The kernel driver's list: major * 10000 + minor * 100 + stepping, the stepping as a hexadecimal digit."""
+    """The kernel driver's list: major * 10000 + minor * 100 + stepping, the stepping as a hexadecimal
+    digit."""
     gpus = []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
 
@@ -158,7 +161,7 @@ def _cpu(root: Path) -> tuple[frozenset[str] | None, str]:
     return (frozenset.intersection(*flags) if flags else None), (name[1] if name else "")
 
 
-# --- the choice ------------------------------------------------------------------------------------------------------
+# --- the choice ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,8 @@ def _fit_gpu(profile: Profile, hardware: Hardware, table: KernelTable, toolchain
         if (rank := _runs(arch, gpu.arch)) is not None
     ]
     if not ranks:
-        return f"for {', '.join(profile.target.arch)}, found {', '.join(dict.fromkeys(gpu.arch for gpu in gpus))}"
+        found = ", ".join(dict.fromkeys(gpu.arch for gpu in gpus))
+        return f"for {', '.join(profile.target.arch)}, found {found}"
     if not any(backend in family.device for family in table.families):
         return f"kernels.toml has no source for backend {backend} yet"
     why = _no_toolkit(profile, toolchain)

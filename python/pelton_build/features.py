@@ -1,4 +1,6 @@
-"""Which features a build has: the command line over the environment over the profile, and what that makes of the label."""
+"""Which features a build has: the command line over the environment over the profile, and what that makes
+of the label.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def check_profile_features(profile: Profile, table: KernelTable) -> None:
     for name in profile.features:
         if name not in table.features:
             raise ProfileError(
-                f"{profile.file}: features.{name}: unknown feature {name!r}{did_you_mean(name, table.features)}"
+                f"{profile.file}: features.{name}: unknown feature "
+                f"{name!r}{did_you_mean(name, table.features)}"
             )
 
 
@@ -27,7 +30,8 @@ def can_give(name: str, backend: Backend, table: KernelTable) -> str:
     """Why `backend` cannot give feature `name`, as half a sentence; empty when it can."""
     entry = table.features[name]
     if backend not in entry.backends:
-        return f"it is a feature of {' and '.join(entry.backends) or 'no backend'}, and the profile's backend is {backend}"
+        owners = " and ".join(entry.backends) or "no backend"
+        return f"it is a feature of {owners}, and the profile's backend is {backend}"
     for family in table.families:
         for source in (*family.op, *family.device.get(backend, ())):
             if name in (family.feature, source.feature) and backend in family.device:
@@ -40,7 +44,8 @@ def resolve_features(
 ) -> tuple[Feature, ...]:
     """The state of every declared feature, in the table's order.
 
-    Raises ProfileError for a feature the profile does not know, PlanError for one that is asked for and cannot be had.
+    Raises ProfileError for a feature that is not declared, PlanError for one that is
+    asked for and cannot be had.
     """
     check_profile_features(profile, table)
     states: list[Feature] = []
@@ -67,7 +72,8 @@ def resolve_features(
 
 
 def feature_label(features: Iterable[Feature]) -> str:
-    """What a changed feature set adds to the label: `.fastmath` for one switched on, `.noawq` for one switched off."""
+    """What a changed feature set adds to the label: `.fastmath` for one switched on, `.noawq` for one
+    switched off."""
     parts = [
         ("" if feature.enabled else "no") + re.sub(r"[^a-z0-9]", "", feature.name.lower())
         for feature in features

@@ -16,7 +16,8 @@ __all__ = ["main", "matrix"]
 
 
 def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """`{"include": [row, ...]}`, sorted by profile. Raises ProfileError: a broken profile must not be left out."""
+    """`{"include": [row, ...]}`, sorted by profile. Raises ProfileError: a broken profile must not be left
+    out."""
     rows = []
     for name in profile_names(root):
         profile = load_profile(root, name)

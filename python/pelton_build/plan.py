@@ -1,4 +1,6 @@
-"""The plan: what is built from which sources, how, and why. Data alone; `resolve` makes it, CMake carries it out."""
+"""The plan: what is built from which sources, how, and why. Data alone; `resolve` makes it, CMake carries
+it out.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,9 @@ class PlannedSource:
     family: str
     """The entry of the kernel table that it belongs to."""
     role: Role
-    """`op`: operator (host compiler, torch's headers, no ISA flags); `cpu`: device code for the CPU; `gpu`: device
-    code for a GPU (CUDA, or HIP after hipify); `host`: the Python extension, once for each host Python."""
+    """`op`: operator (host compiler, torch's headers, no ISA flags); `cpu`: device code for the CPU; `gpu`:
+    device code for a GPU (CUDA, or HIP after hipify); `host`: the Python extension, once
+    for each host Python."""
     language: Language
     """CMake's name of the language."""
     archs: tuple[str, ...]
@@ -125,8 +128,8 @@ class TorchHeaders:
     """Where torch's headers come from."""
 
     path: str
-    """The folder of the torch package (headers in `include/`); empty when torch is a build requirement that is not
-    installed yet."""
+    """The folder of the torch package (headers in `include/`); empty when torch is a build requirement
+    that is not installed yet."""
     version: str
     origin: str
     requirement: str = ""
@@ -238,7 +241,8 @@ class Plan:
         return plan
 
     def public(self) -> dict[str, Any]:
-        """What the wheel may say about its plan: nothing that depends on this machine's folders, cores or memory."""
+        """What the wheel may say about its plan: nothing that depends on this machine's folders, cores or
+        memory."""
         return {
             "profile": self.profile,
             "summary": self.summary,

@@ -53,7 +53,8 @@ def make_plan(
 ) -> Plan:
     """The plan of the project at `root` on this machine.
 
-    `config_settings` as a PEP 517 front end gives them, `environ` this process's by default. Raises BuildError.
+    `config_settings` are those of a PEP 517 front end, `environ` is this process's by default.
+    Raises BuildError.
     """
     environ = environment() if environ is None else environ
     table = load_table(root)
@@ -71,7 +72,8 @@ def make_plan(
 def choose_profile(
     root: Path, choices: Choices, table: KernelTable, toolchain: Toolchain, environ: Mapping[str, str]
 ) -> tuple[Profile, Choices]:
-    """The profile chosen or detected, and the choices with it filled in. Raises DetectionError, ProfileError."""
+    """The profile chosen or detected, and the choices with it filled in. Raises DetectionError,
+    ProfileError."""
     if choices.profile is not None:
         return load_profile(root, choices.profile.value), choices
     profiles: list[Profile] = []

@@ -1,7 +1,7 @@
 """CMake presets, one for each profile, for editors and `cmake --preset NAME`.
 
-They go into CMakeUserPresets.json, which CMake reads and git ignores: a checked-in file would have to be edited for
-each new profile.
+They go into CMakeUserPresets.json, which CMake reads and git ignores: a checked-in file would have to be
+edited for each new profile.
 """
 
 from __future__ import annotations

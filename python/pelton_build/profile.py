@@ -1,4 +1,4 @@
-"""A build profile: what is true of a kind of machine. One TOML file each; the file's name is the profile's name.
+"""A build profile: what is true of a kind of machine. One TOML file each, whose name is the profile's name.
 
 The dataclasses below are the schema: their fields are the only keys, the strings under the fields are the
 documentation, and `schema.py` makes the editors' JSON schema from both.
@@ -51,8 +51,8 @@ class Target:
     backend: Literal["cpu", "cuda", "rocm"]
     """What computes: `cpu`, `cuda` (NVIDIA) or `rocm` (AMD)."""
     arch: tuple[str, ...]
-    """Hardware names of the backend. cuda: `sm_90`, `sm_90a` (machine code), `compute_90` (PTX); rocm: `gfx90a`,
-    `gfx1100`; cpu: exactly one of `x86-64-v2`, `x86-64-v3`, `x86-64-v4`."""
+    """Hardware names of the backend. cuda: `sm_90`, `sm_90a` (machine code), `compute_90` (PTX); rocm:
+    `gfx90a`, `gfx1100`; cpu: exactly one of `x86-64-v2`, `x86-64-v3`, `x86-64-v4`."""
     system: Literal["linux"] = "linux"
     """Operating system of the machine."""
     machine: Literal["x86_64", "aarch64"] = "x86_64"
@@ -72,8 +72,9 @@ class ToolchainNeeds:
     rocm: VersionRange = field(default_factory=VersionRange)
     """Versions of ROCm, such as `>=6,<8`. For backend rocm only."""
     cuda_package: Version | None = None
-    """Version of the CUDA compiler to install into the build environment from the package index on a machine that
-    has none, such as `13.0.2`. For backend cuda only; without it such a machine cannot build the profile."""
+    """Version of the CUDA compiler to install into the build environment from the package index on a machine
+    that has none, such as `13.0.2`. For backend cuda only; without it such a machine cannot
+    build the profile."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,15 @@ DERIVED = ("name", "file")
 
 
 def profile_names(root: Path) -> tuple[str, ...]:
-    """Names of the profiles of the project at `root`, sorted. Files that editors hide (`.x.toml`) do not count."""
+    """Names of the profiles of the project at `root`, sorted. Files that editors hide (`.x.toml`) do not
+    count."""
     folder = root / FOLDER
     return tuple(sorted(path.stem for path in folder.glob("*.toml") if not path.name.startswith(".")))
 
 
 def load_profile(root: Path, name: str) -> Profile:
-    """The profile `name` of the project at `root`. Raises ProfileError naming the file, the key and the way out."""
+    """The profile `name` of the project at `root`. Raises ProfileError naming the file, the key and the
+    way out."""
     names = profile_names(root)
     if name not in names:
         known = did_you_mean(name, names) if names else f"; {FOLDER}/ holds no profile"
@@ -289,7 +292,8 @@ def _check(profile: Profile) -> None:
         raise ProfileError(f"{shown}: target.arch: {error}") from None
     if target.backend == "cpu" and target.machine != "x86_64":
         raise ProfileError(
-            f"{shown}: target.machine: the archs {', '.join(target.arch)} are of x86_64, found {target.machine!r}"
+            f"{shown}: target.machine: the archs {', '.join(target.arch)} are of x86_64, found "
+            f"{target.machine!r}"
         )
     for key, backend, given in (
         ("cuda", "cuda", needs.cuda.clauses),
@@ -298,11 +302,13 @@ def _check(profile: Profile) -> None:
     ):
         if given and target.backend != backend:
             raise ProfileError(
-                f"{shown}: toolchain.{key}: only for backend {backend}, and target.backend is {target.backend!r}; remove it"
+                f"{shown}: toolchain.{key}: only for backend {backend}, and target.backend is "
+                f"{target.backend!r}; remove it"
             )
     if needs.cuda_package is not None and needs.cuda_package not in needs.cuda:
         raise ProfileError(
-            f"{shown}: toolchain.cuda-package: {needs.cuda_package} is not in toolchain.cuda {str(needs.cuda)!r}"
+            f"{shown}: toolchain.cuda-package: {needs.cuda_package} is not in toolchain.cuda "
+            f"{str(needs.cuda)!r}"
         )
     _check_label(profile)
     if len(wheel.glibc.parts) != 2:
@@ -327,12 +333,14 @@ def _check_label(profile: Profile) -> None:
             )
     if fields and profile.target.backend != "cuda":
         raise ProfileError(
-            f"{shown}: wheel.label: '{{{fields[0]}}}' is for backend cuda, and target.backend is {profile.target.backend!r}"
+            f"{shown}: wheel.label: '{{{fields[0]}}}' is for backend cuda, and target.backend is "
+            f"{profile.target.backend!r}"
         )
     try:
         check_label(re.sub(r"\{[a-z_]+\}", "0", label))
     except ValueError:
         raise ProfileError(
-            f"{shown}: wheel.label: {label!r} is not a local version label: small letters and digits, in parts with "
+            f"{shown}: wheel.label: {label!r} is not a local version label: small letters and digits, in "
+            "parts with "
             "points between them, such as 'cpu.avx2'"
         ) from None

@@ -22,7 +22,7 @@ from .plan import (
     TorchHeaders,
 )
 from .profile import Profile
-from .settings import DEVICE, PROFILE, Choices
+from .settings import DEVICE, PROFILE, PROFILE_FILE, Choices
 from .table import FOLDER, Family, KernelTable, Source
 from .toolchain import Toolchain
 from .values import Size, Version, VersionRange, check_label, join_label
@@ -30,12 +30,13 @@ from .values import Size, Version, VersionRange, check_label, join_label
 __all__ = ["JOB_MEMORY", "resolve"]
 
 JOB_MEMORY: Mapping[Role, Size] = {
-    "op": Size.parse("768 MiB"),
+    "op": Size.parse("384 MiB"),
     "cpu": Size.parse("512 MiB"),
-    "host": Size.parse("768 MiB"),
+    "host": Size.parse("512 MiB"),
     "gpu": Size.parse("2 GiB"),
 }
-"""Memory that one compiler process of a role may take."""
+"""Memory that one compiler process of a role may take: about twice what gcc 12 and nvcc 13 were seen to
+take."""
 
 _CUDA_PACKAGES = "cuda-toolkit[nvcc,cudart,cccl]=={0}", "nvidia-nvvm=={1}.*", "nvidia-cuda-crt=={1}.*"
 
@@ -46,14 +47,14 @@ def resolve(
     """The plan for building `profile` here.
 
     What this machine lacks but may yet get is in `Plan.problems`; what is wrong is an error: ChoiceError for
-    contradicting switches, ProfileError and PlanError for what cannot be built anywhere, ToolchainError for tools
-    that are unusable or of the wrong version.
+    contradicting switches, ProfileError and PlanError for what cannot be built anywhere, ToolchainError for
+    tools that are unusable or of the wrong version.
     """
     backend = profile.target.backend
     settings = list(_settings(profile, choices))
     features = resolve_features(profile, choices.features, table)
     problems: list[str] = []
-    notes: list[str] = list(choices.notes)
+    notes = [note.replace(PROFILE_FILE, profile.file) for note in choices.notes]
 
     tools, build_requires = _tools(profile, toolchain, problems)
     included, excluded = _sources(profile, table, features, tools)
@@ -65,7 +66,11 @@ def resolve(
     if torch.requirement:
         build_requires = (*build_requires, torch.requirement)
     if not toolchain.pythons and any(source.role == "host" for source in included):
-        problems.append("no CPython with headers found for the host extension; install python3-dev")
+        notes.append(
+            "no CPython with headers found, so the wheel has no host extension and the Python twin does "
+            "its work; "
+            "install python3-dev to have it"
+        )
     notes += toolchain.pythons_out
     if (toolchain.system, toolchain.machine) != (profile.target.system, profile.target.machine):
         problems.append(
@@ -121,7 +126,8 @@ def _settings(profile: Profile, choices: Choices) -> tuple[Setting, ...]:
     if device is not None and device.value != backend:
         if chosen.origin == PROFILE:
             raise ChoiceError(
-                f"{PROFILE}={chosen.value} (backend {backend}) and {DEVICE}={device.value} contradict each other; "
+                f"{PROFILE}={chosen.value} (backend {backend}) and {DEVICE}={device.value} contradict each "
+                "other; "
                 "unset one of them"
             )
         lost = (*lost, f"{device.value} ({device.origin})")
@@ -165,7 +171,10 @@ def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Pr
         f"{t.name} {t.version} ({t.path}, from {t.origin})" for t in probe.others
     )
     others = others if probe.others else ""
-    where = f"{tool.name} {tool.version or 'of unknown version'} ({tool.path}, from {tool.origin})"
+    if tool.origin in ("CUDACXX", "HIPCXX"):
+        variable = tool.origin
+    headers = f"headers {tool.headers_version}" if tool.headers_version else "no headers beside it"
+    where = f"{tool.name} {tool.version or 'of unknown version'} ({tool.path}, from {tool.origin}, {headers})"
     if not tool.version or Version.parse(tool.version) not in allowed:
         raise ToolchainError(
             f"{profile.file}: toolchain.{kind}: found {where}, needed {allowed}{others}"
@@ -177,7 +186,8 @@ def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Pr
         )
     if not tool.headers_version:
         raise ToolchainError(
-            f"{where} has no headers beside it{f' in {tool.root}' if tool.root else ''}; install the whole toolkit, or set "
+            f"{where} has no headers beside it{f' in {tool.root}' if tool.root else ''}; install the whole "
+            "toolkit, or set "
             f"{variable} to one that is{others}"
         )
     if not _same_release(tool.version, tool.headers_version):
@@ -203,7 +213,8 @@ def _cuda(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple[
         requires = tuple(text.format(needs.cuda_package, release) for text in _CUDA_PACKAGES)
     if tool is None:
         problems.append(
-            f"no CUDA compiler found (looked at {_looked(toolchain.cuda.looked)}); install CUDA {needs.cuda}, "
+            f"no CUDA compiler found (looked at {_looked(toolchain.cuda.looked)}); install CUDA "
+            f"{needs.cuda}, "
             "or set toolchain.cuda-package in the profile to take the compiler from the package index"
         )
     else:
@@ -228,7 +239,8 @@ def _host_compiler(
     where = f"{tool.name} {tool.version or 'of unknown version'} ({tool.path}, from {tool.origin})"
     if not tool.version or Version.parse(tool.version) not in allowed:
         raise ToolchainError(
-            f"{profile.file}: toolchain.{tool.name}: found {where}, needed {allowed}; install it and set CXX to it"
+            f"{profile.file}: toolchain.{tool.name}: found {where}, needed {allowed}; install it and set "
+            "CXX to it"
         )
     limit = gpu.host_limit if gpu is not None and tool.name == "gcc" else ""
     if gpu is not None and limit and Version.parse(tool.version).parts[0] > int(limit):
@@ -240,14 +252,16 @@ def _host_compiler(
 
 
 def _torch(table: KernelTable, toolchain: Toolchain, notes: list[str]) -> TorchHeaders:
-    """The first torch whose headers do, else a build requirement. Raises ToolchainError for the one the user named."""
+    """The first torch whose headers do, else a build requirement. Raises ToolchainError for the one the
+    user named."""
     if toolchain.torch_problem:
         raise ToolchainError(toolchain.torch_problem)
     allowed = table.library.torch_headers
     for headers in toolchain.torch:
         if Version.parse(headers.version) in allowed:
             return headers
-        reason = f"torch {headers.version} ({headers.path}, from {headers.origin}): headers of torch {allowed} are needed"
+        where = f"torch {headers.version} ({headers.path}, from {headers.origin})"
+        reason = f"{where}: headers of torch {allowed} are needed"
         if headers.origin == "PELTON_TORCH_DIR":
             raise ToolchainError(reason)
         notes.append(f"{reason}, so it is not taken")
@@ -260,7 +274,7 @@ def _sources(
     """Every source of the table, in or out, in the table's order."""
     backend, on = profile.target.backend, {feature.name for feature in features if feature.enabled}
     why_out = {family.name: _family_out(family, backend, on) for family in table.families}
-    wanted = any(not reason for name, reason in why_out.items() if not _by_name(table, name).supports)
+    wanted = any(not reason for name, reason in why_out.items() if _by_name(table, name).device)
     included: list[PlannedSource] = []
     excluded: list[ExcludedSource] = []
     for family in table.families:
@@ -363,14 +377,15 @@ def _planned(
 
 
 def torch_target(version: Version) -> str:
-    """The value of TORCH_TARGET_VERSION for a torch version: one byte each for major, minor and patch, from the top."""
+    """The value of TORCH_TARGET_VERSION for a torch version: one byte each for major, minor and patch,
+    from the top."""
     major, minor, patch, _ = version.key
     return f"0x{major:02x}{minor:02x}{patch:02x}{0:010x}ULL"
 
 
 def _jobs(choice: Setting | None, toolchain: Toolchain, sources: list[PlannedSource]) -> Jobs:
-    """As many jobs as there are cores and as fit into the memory; GPU compilers have a pool of their own, so that the
-    many light jobs need not wait for their memory."""
+    """As many jobs as there are cores and as fit into the memory. GPU compilers have a pool of their own, so
+    that the many light jobs need not wait for their memory."""
     roles: set[Role] = {source.role for source in sources}
     light: Role = max(roles - {"gpu"}, key=lambda role: (JOB_MEMORY[role].bytes, role), default="op")
     count, text = _fitting(toolchain, light)
@@ -405,7 +420,8 @@ def _label(profile: Profile, tools: list[Tool]) -> str:
         found = Version.parse(tool.version) if tool is not None else profile.toolchain.cuda.lower
         if found is None:
             raise PlanError(
-                f"{profile.file}: wheel.label: {label!r} needs the CUDA version, and none is known: no compiler found, "
+                f"{profile.file}: wheel.label: {label!r} needs the CUDA version, and none is known: no "
+                "compiler found, "
                 "and toolchain.cuda has no lower bound"
             )
         major, minor = found.key[:2]

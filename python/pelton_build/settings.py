@@ -1,8 +1,8 @@
 """Every switch of the build, read in one place: the command line's `-C key=value` and the environment.
 
-This is the only module that reads the environment. The command line wins over the environment, the environment over
-the profile. Two sources of one strength that contradict each other are an error, and so is a name that nobody reads.
-An empty variable counts as unset; blanks around a value do not count.
+This is the only module that reads the environment. The command line wins over the environment, the
+environment over the profile. Two sources of one strength that contradict each other are an error, and so
+is a name that nobody reads. An empty variable counts as unset; blanks around a value do not count.
 
 | command line | environment | meaning |
 |---|---|---|
@@ -42,6 +42,7 @@ ConfigSettings = Mapping[str, "str | bool | Sequence[str]"]
 
 PREFIX = "PELTON_"
 PROFILE, DEVICE, TORCH_DIR, JOBS = "PELTON_PROFILE", "PELTON_TARGET_DEVICE", "PELTON_TORCH_DIR", "MAX_JOBS"
+PROFILE_FILE = "<profile>"  # stands in a note for the file of the profile, which is not known yet
 VERSION = "PELTON_VERSION"  # read by `version`
 
 # Config settings of the backend that ours wraps: the first part of the dotted key.
@@ -114,7 +115,8 @@ def environment() -> Mapping[str, str]:
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables that `read_choices` says are not used: run compilers and CMake in it."""
+    """The environment without the variables that `read_choices` says are not used: run compilers and CMake
+    in it."""
     dropped = {
         *_ARCH_VARIABLES,
         *_FLAG_VARIABLES,
@@ -131,7 +133,8 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def pass_through(config_settings: ConfigSettings | None) -> dict[str, object]:
-    """The config settings that are not ours, for the wrapped backend. `read_choices` has refused the unknown ones."""
+    """The config settings that are not ours, for the wrapped backend. `read_choices` has refused the
+    unknown ones."""
     return {
         key: value
         for key, value in (config_settings or {}).items()
@@ -180,7 +183,8 @@ def read_choices(
 def _command_line(
     config_settings: ConfigSettings, table: KernelTable, option: str
 ) -> Mapping[str, tuple[str, ...]]:
-    """Values of our own keys, blanks and repetitions apart. Raises ChoiceError for a key that nobody reads."""
+    """Values of our own keys, blanks and repetitions apart. Raises ChoiceError for a key that nobody
+    reads."""
     ours = ["profile", "jobs", *(f"feature.{name}" for name in table.features)]
     given: dict[str, tuple[str, ...]] = {}
     for key, value in config_settings.items():
@@ -212,7 +216,8 @@ def _one(given: Mapping[str, tuple[str, ...]], key: str, option: str) -> Setting
     values = given.get(key, ())
     if len(values) > 1:
         raise ChoiceError(
-            f"{option}{key} is given {len(values)} times with different values: {', '.join(map(repr, values))}; keep one"
+            f"{option}{key} is given {len(values)} times with different values: "
+            f"{', '.join(map(repr, values))}; keep one"
         )
     return Setting(key, values[0], f"{option}{key}=") if values else None
 
@@ -245,7 +250,8 @@ def _jobs(setting: Setting | None) -> Setting | None:
         return None
     if not re.fullmatch(r"[0-9]{1,5}", setting.value, re.ASCII) or int(setting.value) < 1:
         raise ChoiceError(
-            f"{setting.origin.rstrip('=')}: {setting.value!r} is no number of jobs; give a whole number from 1 on, "
+            f"{setting.origin.rstrip('=')}: {setting.value!r} is no number of jobs; give a whole number "
+            "from 1 on, "
             "or leave it unset to have it calculated"
         )
     return Setting(setting.name, str(int(setting.value)), setting.origin)
@@ -282,7 +288,7 @@ def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
     for name in sorted(env):
         value = env[name]
         if name in _ARCH_VARIABLES:
-            notes.append(f"{name}={value} is not used: the archs stand in the profile, key target.arch")
+            notes.append(f"{name}={value} is not used: the archs stand in {PROFILE_FILE}, key target.arch")
         elif name in _FLAG_VARIABLES:
             notes.append(
                 f"{name}={value} is not used: compiler flags follow from the profile and the kernel table"
@@ -295,7 +301,8 @@ def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
             notes.append(f"{name}={value} is not used: set {JOBS}")
         elif name in _CMAKE_VARIABLES:
             notes.append(
-                f"{name}={value} is not used: the plan decides what CMake gets; the rest goes on the command line as -C cmake.define.NAME=VALUE"
+                f"{name}={value} is not used: the plan decides what CMake gets; the rest goes on the "
+                "command line as -C cmake.define.NAME=VALUE"
             )
         elif name.startswith(_WRAPPED_PREFIX):
             key = name.removeprefix(_WRAPPED_PREFIX).lower().replace("_", ".", 1).replace("_", "-")

@@ -19,13 +19,13 @@
     feature = "..."                 # only when a feature brings the family
     op = ["norm/op.cpp"]            # operators: host compiler, torch's headers, no ISA flags
     cpu = ["norm/cpu.cpp"]          # device code of each backend
-    cuda = ["norm/gpu.cu", { path = "norm/sm90.cu", archs = ["sm_90a"], toolkit = ">=12.8", definitions = ["X=1"] }]
+    cuda = ["norm/gpu.cu", { path = "norm/sm90.cu", archs = ["sm_90a"], toolkit = ">=12.8" }]
     rocm = ["norm/gpu.cu"]
     host = ["host/module.cpp"]      # Python extension, built once for each host Python
     definitions = ["..."]           # for all sources of the family
 
-Paths are relative to the table's folder. A family with device code is built for the backends that it has sources
-for. A family of operators alone is support: it is built when any other family is.
+Paths are relative to the table's folder. A family with device code is built for the backends that it has
+sources for. A family of operators alone is support: it is built when any other family is.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """What this machine has to build with, found by probing and returned as plain values.
 
-Nothing is imported and nothing is guessed from names: programs are asked, with a time limit each, and headers are
-read. A probe that fails is a value too; only `resolve` decides whether the plan minds.
+Nothing is imported and nothing is guessed from names: programs are asked, with a time limit each, and
+headers are read. A probe that fails is a value too; only `resolve` decides whether the plan minds.
 
 The order in which a tool is taken; a variable that is set and unusable is an error, whatever else would do:
 
 - C++ compiler: `CXX`; then `g++`, `c++`, `clang++` on PATH.
-- CUDA: `CUDACXX` (a program); `CUDA_HOME`, `CUDA_PATH` (folders with bin/nvcc); `nvcc` on PATH; /usr/local/cuda,
-  /opt/cuda, /usr/local/cuda-* from the newest on. The headers are those of the toolkit that the program belongs to.
-- ROCm: `HIPCXX` (a program); `ROCM_PATH`, `HIP_PATH` (folders); `amdclang++` or `hipcc` on PATH; /opt/rocm,
-  /opt/rocm-* from the newest on; a clang++ on PATH beside HIP headers in /usr.
+- CUDA: `CUDACXX` (a program); `CUDA_HOME`, `CUDA_PATH` (folders with bin/nvcc); `nvcc` on PATH;
+  /usr/local/cuda, /opt/cuda, /usr/local/cuda-* from the newest on. The headers are those of the toolkit
+  that the program belongs to.
+- ROCm: `HIPCXX` (a program); `ROCM_PATH`, `HIP_PATH` (folders); `amdclang++` or `hipcc` on PATH;
+  /opt/rocm, /opt/rocm-* from the newest on; a clang++ on PATH beside HIP headers in /usr.
 - torch headers: `PELTON_TORCH_DIR`; the environment that is being installed into; the build environment.
 - Pythons for the host extension: the running one; `python3.N` on PATH; those of pyenv; /opt/python.
 """
@@ -32,7 +33,6 @@ from pathlib import Path
 
 from .plan import HostPython, Tool, TorchHeaders
 from .settings import TORCH_DIR, Choices
-from .values import Version
 
 __all__ = [
     "Probe",
@@ -115,7 +115,7 @@ def probe_toolchain(environ: Mapping[str, str], choices: Choices, root: Path = P
     )
 
 
-# --- asking programs -------------------------------------------------------------------------------------------------
+# --- asking programs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Ran:
 def run_limited(
     command: Sequence[str], environ: Mapping[str, str], limit: float = LIMIT, text: str = ""
 ) -> Ran:
-    """Run a program with nothing to read but `text`, for at most `limit` seconds; then it and its children are
-    killed. Raises nothing."""
+    """Run a program with nothing to read but `text`, for at most `limit` seconds; then it and its children
+    are killed. Raises nothing."""
     try:
         process = subprocess.Popen(
             command,
@@ -191,7 +191,7 @@ def _version_in(text: str) -> str:
     return match[0] if match else ""
 
 
-# --- host compiler ---------------------------------------------------------------------------------------------------
+# --- host compiler ------------------------------------------------------------------------------------------
 
 
 def probe_cxx(environ: Mapping[str, str]) -> Probe:
@@ -237,7 +237,7 @@ def _cxx(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | Non
     return Tool("cxx", "gcc", path, version, origin), ""
 
 
-# --- CUDA ------------------------------------------------------------------------------------------------------------
+# --- CUDA ---------------------------------------------------------------------------------------------------
 
 
 def probe_cuda(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
@@ -265,7 +265,8 @@ def _cuda(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | No
 
 
 def _cuda_root(path: str, environ: Mapping[str, str]) -> Path | None:
-    """The toolkit of a compiler: where its file lies, or, for a wrapper script, where the real one says it lies."""
+    """The toolkit of a compiler: where its file lies, or, for a wrapper script, where the real one says it
+    lies."""
     for top in (Path(path).resolve().parent.parent, Path(path).parent.parent):
         if _cuda_header(top, "cuda.h") is not None:
             return top
@@ -307,7 +308,7 @@ def _search(path: Path, pattern: str) -> re.Match[str] | None:
         return None
 
 
-# --- ROCm ------------------------------------------------------------------------------------------------------------
+# --- ROCm ---------------------------------------------------------------------------------------------------
 
 
 def probe_rocm(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
@@ -361,7 +362,7 @@ def _hip_header(top: Path) -> Path:
     return top / "include/hip/hip_version.h"
 
 
-# --- what toolkits have in common ------------------------------------------------------------------------------------
+# --- what toolkits have in common ---------------------------------------------------------------------------
 
 _Ask = Callable[[str, str, Mapping[str, str]], tuple[Tool | None, str]]
 
@@ -442,7 +443,7 @@ def _distinct(tools: Iterable[Tool]) -> list[Tool]:
     return list(kept.values())
 
 
-# --- torch -----------------------------------------------------------------------------------------------------------
+# --- torch --------------------------------------------------------------------------------------------------
 
 
 def _package_folders() -> list[Path]:
@@ -452,7 +453,8 @@ def _package_folders() -> list[Path]:
 def probe_torch(
     wanted: str | None, installed_into: Iterable[Path], build_environment: Iterable[Path]
 ) -> tuple[tuple[TorchHeaders, ...], str]:
-    """Torch packages with headers in the order of preference, and the problem with the folder that the user named."""
+    """Torch packages with headers in the order of preference, and the problem with the folder that the
+    user named."""
     found: dict[str, TorchHeaders] = {}
     if wanted is not None:
         for folder in (Path(wanted), Path(wanted) / "torch"):
@@ -483,11 +485,11 @@ def _torch_in(folder: Path, origin: str) -> TorchHeaders | None:
     return TorchHeaders(str(folder.resolve()), match[1], origin) if match else None
 
 
-# --- Pythons ---------------------------------------------------------------------------------------------------------
+# --- Pythons ------------------------------------------------------------------------------------------------
 
 _ASK_PYTHON = """\
 import json, os, sys, sysconfig
-paths = [sysconfig.get_path("include"), sysconfig.get_path("platinclude"), sysconfig.get_config_var("INCLUDEPY")]
+paths = [sysconfig.get_path("include"), sysconfig.get_config_var("INCLUDEPY")]
 print(json.dumps({
     "name": sys.implementation.name,
     "version": list(sys.version_info[:2]),
@@ -572,7 +574,7 @@ def _python_programs(environ: Mapping[str, str], root: Path, running: str) -> It
     yield from (str(path) for path in sorted((root / "opt/python").glob("cp3*-cp3*/bin/python")))
 
 
-# --- cores and memory ------------------------------------------------------------------------------------------------
+# --- cores and memory ---------------------------------------------------------------------------------------
 
 
 def probe_cores(root: Path = Path("/"), affinity: int | None = None) -> tuple[int, str]:
@@ -622,7 +624,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         lines = ["0::/"]
     base = root / "sys/fs/cgroup"
     for line in lines:
-        _, controllers, name = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
         if controllers and controller not in controllers.split(","):
             continue
         top = base if not controllers else base / controller

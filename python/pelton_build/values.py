@@ -1,4 +1,4 @@
-"""Small values that the schema is made of: versions, version ranges, sizes, labels, and the nearest known name.
+"""Small values that the schema is made of: versions, version ranges, sizes, labels, nearest known names.
 
 All are frozen, and `str(parse(text))` is the canonical spelling of `text`.
 """
@@ -39,7 +39,8 @@ _SWITCH = {
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like `word`, letter case, blanks and the kind of dash apart; None when none is like it."""
+    """The known name most like `word`, letter case, blanks and the kind of dash apart; None when none is
+    like it."""
 
     def plain(text: str) -> str:
         return re.sub(r"[\s_.-]+", "-", text.strip().lower())
@@ -214,7 +215,8 @@ def check_label(label: str) -> str:
     """`label` when it is a local version label in normal form, else ValueError."""
     if not _LABEL.fullmatch(label):
         raise ValueError(
-            f"{label!r} is not a local version label; use small letters and digits, in parts with points between "
+            f"{label!r} is not a local version label; use small letters and digits, in parts with points "
+            "between "
             "them, such as 'cpu.avx2'"
         )
     return label
