@@ -14,6 +14,7 @@ Written into the build folder, each whole or not at all:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -29,7 +30,7 @@ from .errors import BuildError, PlanError
 from .glibc import needs_stubs
 from .plan import Plan, PlannedSource, Setting, render
 from .planning import choose_profile, project_root, write_atomically
-from .profile import load_profile
+from .profile import load_profile, profile_names
 from .project import load_project
 from .resolve import resolve
 from .settings import Choices, environment, read_choices
@@ -44,6 +45,7 @@ __all__ = [
     "plan_of",
     "quote",
     "read_request",
+    "refuse_problems",
     "request_file",
     "source_digest",
     "variables",
@@ -55,8 +57,9 @@ REQUEST = "pelton_request.json"
 # Variables that lead to tools. An editable installation is rebuilt with the tools that it was built with.
 TOOL_VARIABLES = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "HIPCXX", "ROCM_PATH", "HIP_PATH")
 
-# What goes into the digest of the source, beside the two files at the top and the profile.
-_DIGESTED = ("cmake", "kernels", "python/pelton", "python/pelton_build")
+# What goes into the digest of the source, beside the two files at the top. Every profile is in every wheel, which
+# names the others (`profiles_of`).
+_DIGESTED = ("build_profiles", "cmake", "kernels", "python/pelton", "python/pelton_build")
 _DIGESTED_SUFFIXES = frozenset((".c", ".cmake", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".py", ".toml", ".txt"))
 
 
@@ -235,9 +238,9 @@ def _pybind11_include() -> str:
     return str(folder)
 
 
-def source_digest(root: Path, profile_file: str) -> str:
-    """SHA-256 over names and contents of everything in the source that can change this profile's wheel."""
-    files = [root / "CMakeLists.txt", root / "pyproject.toml", root / profile_file]
+def source_digest(root: Path) -> str:
+    """SHA-256 over names and contents of everything in the source that can change a wheel."""
+    files = [root / "CMakeLists.txt", root / "pyproject.toml"]
     for folder in _DIGESTED:
         files += (
             path for path in (root / folder).rglob("*") if path.suffix in _DIGESTED_SUFFIXES and path.is_file()
@@ -274,9 +277,20 @@ def build_info(plan: Plan, request: Request, root: Path, cmake_version: str) -> 
         "features": {feature.name: feature.enabled for feature in plan.features},
         "toolchain": toolchain,
         "host_pythons": [python.version for python in plan.host_pythons],
-        "source_digest": source_digest(root, plan.profile_file) if request.state == "wheel" else "",
+        "source_digest": source_digest(root) if request.state == "wheel" else "",
+        "profiles": profiles_of(root),
         "plan": plan.public(),
     }
+
+
+def profiles_of(root: Path) -> list[dict[str, Any]]:
+    """All profiles, so that a wheel on the wrong machine can name the right one."""
+    made = []
+    for name in profile_names(root):
+        with contextlib.suppress(BuildError):  # a broken profile is no profile yet, and no reason to stop another's build
+            target = load_profile(root, name).target
+            made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
+    return made
 
 
 def _distribution_version(name: str) -> str:
@@ -309,10 +323,11 @@ def write_plan(root: Path, profile: str, build_dir: Path, cmake_version: str) ->
     return plan
 
 
-def refuse_problems(plan: Plan) -> None:
-    """Raises PlanError when this plan cannot be built on this machine."""
+def refuse_problems(plan: Plan) -> Plan:
+    """The plan. Raises PlanError when it cannot be built on this machine."""
     if plan.problems:
         raise PlanError(f"profile {plan.profile!r} cannot be built here: " + "; ".join(plan.problems))
+    return plan
 
 
 def _depends(root: Path, plan: Plan, build_dir: Path) -> list[Path]:
