@@ -37,7 +37,9 @@ class Driver:
     def sequence(self, token_ids: Sequence[int]) -> FakeRequest:
         return FakeRequest(list(token_ids))
 
-    def step(self, *parts: tuple[FakeRequest, int, int], copies: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
+    def step(
+        self, *parts: tuple[FakeRequest, int, int], copies: tuple[tuple[int, int], ...] = ()
+    ) -> torch.Tensor:
         """One step of (sequence, new tokens, rows of logits); a copy, because the logits are the runner's own."""
         for sequence, count, _ in parts:
             need = -(-(sequence.num_computed_tokens + count) // self.runner.block_size)

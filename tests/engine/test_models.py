@@ -82,7 +82,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3-attention-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
