@@ -304,6 +304,8 @@ class LLM:
                 raise PromptError(f"{what} is empty: it needs 'prompt' or 'prompt_token_ids'")
         elif isinstance(prompt, str):
             text = prompt
+        elif prompt is None:
+            raise PromptError(f"{what} is None: it must be a text or token ids")
         else:
             ids = prompt
         if text is not None and not isinstance(text, str):

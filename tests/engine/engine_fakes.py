@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 
 import torch
+
 from pelton.engine import Engine
 from pelton.kv_cache import NULL_BLOCK
 from pelton.sampling import SamplingParams
@@ -58,7 +59,9 @@ class FakeRunner:
         rows = []
         for item in plan.scheduled:
             request, end = item.request, item.request.num_computed_tokens + item.num_new_tokens
-            context = [self.cache[request.block_ids[i // self.block_size]][i % self.block_size] for i in range(end)]
+            context = [
+                self.cache[request.block_ids[i // self.block_size]][i % self.block_size] for i in range(end)
+            ]
             assert context == request.token_ids[:end], "the cache holds other tokens"
             rows += [self._row(context[:length]) for length in range(end - item.num_logits + 1, end + 1)]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from engine_fakes import FakeRunner, FakeTokenizer, alone, check_idle, check_pool, make_engine, results, run
 from pelton.detokenizer import IncrementalDetokenizer
 from pelton.errors import CapacityError, InvalidValueError, ModelOutputError, PeltonError, PromptError
@@ -218,8 +219,12 @@ def test_a_seed_gives_the_same_and_no_seed_gives_others():
     assert results_of(answer(engine, [1], params)) != results_of(answer(engine, [1], params))
     seeded = SamplingParams(temperature=2.0, max_tokens=8, seed=1)
     assert results_of(answer(engine, [1], seeded)) == results_of(answer(engine, [1], seeded))
-    assert results_of(answer(make_engine(seed=1), [1], params)) != results_of(answer(make_engine(), [1], params))
-    assert results_of(answer(make_engine(seed=1), [1], params)) == results_of(answer(make_engine(seed=1), [1], params))
+    assert results_of(answer(make_engine(seed=1), [1], params)) != results_of(
+        answer(make_engine(), [1], params)
+    )
+    assert results_of(answer(make_engine(seed=1), [1], params)) == results_of(
+        answer(make_engine(seed=1), [1], params)
+    )
 
 
 def test_a_waiting_request_is_not_overtaken_for_ever():
@@ -241,7 +246,9 @@ def test_prompt_logprobs_come_past_the_cache(budget):
     prompt = [1, 2, 3, 4, 1, 2, 3, 4, 9, 8, 7]
     engine = make_engine(max_num_batched_tokens=budget)
     answer(engine, prompt)
-    output = answer(engine, prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=0))
+    output = answer(
+        engine, prompt, SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=0)
+    )
     assert output.num_cached_tokens == 0
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
     runner = FakeRunner()
@@ -249,7 +256,7 @@ def test_prompt_logprobs_come_past_the_cache(budget):
         row = runner._row(prompt[:i]).log_softmax(-1)
         assert entry[prompt[i]].logprob == pytest.approx(row[prompt[i]].item(), abs=1e-5)
         assert entry[prompt[i]].rank == int((row > row[prompt[i]]).sum()) + 1
-        assert list(entry)[0] == prompt[i]
+        assert next(iter(entry)) == prompt[i]
         best = row.topk(2).indices.tolist()
         assert set(entry) == {prompt[i], *best}
         assert [entry[t].rank for t in best] == [1, 2]
@@ -288,7 +295,9 @@ def test_logprobs_are_of_the_raw_logits():
         {"temperature": 0, "repetition_penalty": 2.0},
         {"temperature": 0, "stop_token_ids": [5], "min_tokens": 1},
     ):
-        (entry,) = answer(engine, [1], SamplingParams(max_tokens=1, logprobs=1, **options)).outputs[0].logprobs
+        (entry,) = (
+            answer(engine, [1], SamplingParams(max_tokens=1, logprobs=1, **options)).outputs[0].logprobs
+        )
         for token_id, value in entry.items():
             assert value.logprob == pytest.approx(raw[token_id].item(), abs=1e-6)
         assert entry[5].rank == 1
@@ -354,7 +363,9 @@ def test_deltas_joined_are_the_output():
 
 
 def test_decoded_tokens_of_logprobs():
-    (completion,) = answer(text_engine(), [1], SamplingParams(temperature=0, max_tokens=1, logprobs=1)).outputs
+    (completion,) = answer(
+        text_engine(), [1], SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    ).outputs
     assert completion.logprobs[0][2].decoded_token == "c"
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from engine_fakes import FakeRunner, alone, check_idle, check_pool, make_engine, results, run
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine_fakes import FakeRunner, alone, check_idle, check_pool, make_engine, results, run
 from pelton.sampling import SamplingParams
 
 MAX_MODEL_LEN = 24
