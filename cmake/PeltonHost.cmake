@@ -25,5 +25,5 @@ function(pelton_add_host_module target soabi suffix include)
   set_target_properties(${target} PROPERTIES
     PREFIX "" OUTPUT_NAME _host SUFFIX "${suffix}" LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/${target}")
   target_link_libraries(${target} PRIVATE pelton_options pelton_glibc)
-  install(TARGETS ${target} LIBRARY DESTINATION "${PELTON_PLAN_PACKAGE}")
+  pelton_install(${target})
 endfunction()

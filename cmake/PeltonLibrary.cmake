@@ -15,8 +15,8 @@ function(pelton_add_library)
   set_target_properties(pelton_library PROPERTIES
     PREFIX lib OUTPUT_NAME "${PELTON_PLAN_LIBRARY}" SUFFIX .so LINKER_LANGUAGE CXX)
   target_link_libraries(pelton_library PRIVATE pelton_options pelton_torch pelton_glibc)
-  target_link_options(pelton_library PRIVATE -Wl,-z,defs)
-  install(TARGETS pelton_library LIBRARY DESTINATION "${PELTON_PLAN_PACKAGE}")
+  target_link_options(pelton_library PRIVATE LINKER:-z,defs)
+  pelton_install(pelton_library)
 endfunction()
 
 # pelton_add_group(<index>)

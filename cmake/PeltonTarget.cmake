@@ -7,8 +7,11 @@ include_guard(GLOBAL)
 function(pelton_add_options target)
   add_library(${target} INTERFACE)
   target_compile_features(${target} INTERFACE cxx_std_${PELTON_PLAN_CXX_STANDARD})
-  target_compile_options(${target} INTERFACE -Wall -Wextra)
-  target_link_options(${target} INTERFACE -Wl,--as-needed -Wl,--exclude-libs,ALL -Wl,-z,noexecstack -Wl,-z,relro -Wl,-z,now)
+  # Sections, so that the linker leaves out what nobody calls: most of a libstdc++ that is linked in whole objects.
+  target_compile_options(${target} INTERFACE -Wall -Wextra -ffunction-sections -fdata-sections)
+  target_link_options(${target} INTERFACE
+    LINKER:--as-needed LINKER:--gc-sections LINKER:--exclude-libs,ALL
+    LINKER:-z,noexecstack LINKER:-z,relro LINKER:-z,now)
   pelton_hide_folder(${target} "${CMAKE_CURRENT_SOURCE_DIR}" ".")
   pelton_hide_folder(${target} "${CMAKE_CURRENT_BINARY_DIR}" "build")
   foreach(pair IN LISTS PELTON_PLAN_HIDDEN_FOLDERS)
@@ -39,4 +42,12 @@ function(pelton_harden target)
     POSITION_INDEPENDENT_CODE ON
     JOB_POOL_COMPILE compile
     SKIP_BUILD_RPATH ON)
+endfunction()
+
+# pelton_install(<target>)
+#
+# Installs a module into the package. The mode is stated, because CMake's own depends on the distribution.
+function(pelton_install target)
+  install(TARGETS ${target} LIBRARY DESTINATION "${PELTON_PLAN_PACKAGE}" PERMISSIONS
+    OWNER_READ OWNER_WRITE OWNER_EXECUTE GROUP_READ GROUP_EXECUTE WORLD_READ WORLD_EXECUTE)
 endfunction()

@@ -33,7 +33,7 @@ from .plan import Plan
 from .planning import choose_profile, write_atomically
 from .project import load_project
 from .resolve import resolve
-from .settings import ConfigSettings, environment, pass_through, read_choices, scrubbed
+from .settings import ConfigSettings, environment, pass_through, read_choices, replace_environment, scrubbed
 from .table import load_table
 from .toolchain import probe_toolchain
 from .values import Size, parse_switch
@@ -256,8 +256,7 @@ def _set_environment(source: SourceVersion, jobs: int | None = None) -> None:
     clean.setdefault("SOURCE_DATE_EPOCH", str(source.epoch))
     if jobs is not None:
         clean["CMAKE_BUILD_PARALLEL_LEVEL"] = str(jobs)
-    os.environ.clear()
-    os.environ.update(clean)
+    replace_environment(clean)
 
 
 # --- errors, space, and one build at a time ---------------------------------------------------------------------------
