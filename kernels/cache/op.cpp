@@ -69,6 +69,7 @@ struct Blocks {
 
 Blocks blocks_of(const char* op, const char* name, const Tensor& t) {
   PELTON_CHECK(t.dim() >= 2, op, ": ", name, " must be [num_blocks, ...], found ", shape_of(t));
+  if (t.numel() == 0) return {t.size(0), 0, 0};
   int64_t elements = 1;
   for (int64_t d = t.dim() - 1; d >= 1; --d) {
     PELTON_CHECK(t.size(d) <= 1 || t.stride(d) == elements, op, ": each block of ", name,

@@ -52,7 +52,8 @@ def rotary_embedding(
 ) -> None:
     rotary_dim = cos_sin_cache.shape[-1]
     half = rotary_dim // 2
-    cos, sin = cos_sin_cache[positions].unsqueeze(1).split(half, dim=-1)
+    angles = cos_sin_cache[positions].unsqueeze(1)
+    cos, sin = angles[..., :half], angles[..., half:]
     for x in (query, key):
         rotated = _wide(x[..., :rotary_dim])
         if interleaved:
