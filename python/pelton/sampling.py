@@ -503,37 +503,48 @@ def _sample_rows(
 
     `logits` [R, V] fp32 with the rows' `maxima` (finite), overwritten; `draws` uniform in [0, 1).
     """
-    import torch
-
-    device = logits.device
-    inverse = torch.tensor([1.0 / p.temperature for p in params], device=device).unsqueeze(1)
-    # the difference first: large logits keep their precision, and the maximum is exactly 0
-    x = logits.sub_(torch.tensor(maxima, device=device).unsqueeze(1)).mul_(inverse)
-    if any(p.min_p > 0.0 for p in params):
-        floor = torch.tensor(
-            [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params], device=device
-        )
-        x.masked_fill_(x < floor.unsqueeze(1), -math.inf)
-
-    width = x.shape[1]
-    top_k = [p.top_k if 0 < p.top_k < width else 0 for p in params]
-    cut = [i for i, p in enumerate(params) if top_k[i] or p.top_p < 1.0]
-    whole = [i for i, p in enumerate(params) if not (top_k[i] or p.top_p < 1.0)]
+    width = logits.shape[1]
+    with_k = [i for i, p in enumerate(params) if 0 < p.top_k < width]
+    with_p = [i for i, p in enumerate(params) if not 0 < p.top_k < width and p.top_p < 1.0]
+    whole = [i for i, p in enumerate(params) if not 0 < p.top_k < width and p.top_p >= 1.0]
     ids = [0] * len(params)
-    if cut:
-        k, p = [top_k[i] for i in cut], [params[i].top_p for i in cut]
-        rows = _rows(x, cut)
-        # Only the head of the sorted row is needed. How long a head reaches top_p is not known before; for what
-        # models usually say this is enough.
-        size = min(width, max(64, *k) if any(not count for count in k) else max(k))
-        drawn = _draw_from_head(rows, size, k, p, [draws[i] for i in cut])
-        for place, (i, token_id) in enumerate(zip(cut, drawn, strict=True)):
-            ids[i] = token_id if token_id >= 0 else _draw_from_nucleus(rows[place], p[place], draws[i])
+    if with_k:
+        # The head of the sorted row is enough, and no option changes the order: leave the rest of the row alone.
+        cut = [params[i] for i in with_k]
+        values, heads = _sorted_head(_rows(logits, with_k), max(p.top_k for p in cut))
+        _scale(values, [maxima[i] for i in with_k], cut)
+        drawn = _draw_from_head(values, heads, None, cut, [draws[i] for i in with_k])
+        for i, token_id in zip(with_k, drawn, strict=True):
+            ids[i] = token_id
+    if with_p:
+        # How long a head reaches top_p is not known before; for what models usually say this length is enough.
+        cut = [params[i] for i in with_p]
+        rows = _scale(_rows(logits, with_p), [maxima[i] for i in with_p], cut)
+        values, heads = _sorted_head(rows, min(width, 64))
+        totals = rows.exp().sum(-1, keepdim=True).double()
+        drawn = _draw_from_head(values, heads, totals, cut, [draws[i] for i in with_p])
+        for row, (i, token_id) in enumerate(zip(with_p, drawn, strict=True)):
+            ids[i] = token_id if token_id >= 0 else _draw_from_nucleus(rows[row], params[i].top_p, draws[i])
     if whole:
-        drawn = _draw_from_all(_rows(x, whole), [draws[i] for i in whole])
+        rows = _scale(_rows(logits, whole), [maxima[i] for i in whole], [params[i] for i in whole])
+        drawn = _draw_from_all(rows, [draws[i] for i in whole])
         for i, token_id in zip(whole, drawn, strict=True):
             ids[i] = token_id
     return ids
+
+
+def _scale(x: torch.Tensor, maxima: list[float], params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Logits [R, n], in place: the row's maximum becomes 0, temperature and min_p are applied."""
+    import torch
+
+    # the difference first: large logits keep their precision
+    x.sub_(torch.tensor(maxima, device=x.device).unsqueeze(1))
+    if any(p.temperature != 1.0 for p in params):
+        x.mul_(torch.tensor([1.0 / p.temperature for p in params], device=x.device).unsqueeze(1))
+    if any(p.min_p > 0.0 for p in params):
+        floor = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
+        x.masked_fill_(x < torch.tensor(floor, device=x.device).unsqueeze(1), -math.inf)
+    return x
 
 
 def _draw_from_all(x: torch.Tensor, draws: list[float]) -> list[int]:
@@ -567,33 +578,39 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 def _draw_from_head(
-    x: torch.Tensor, size: int, top_k: list[int], top_p: list[float], draws: list[float]
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    totals: torch.Tensor | None,
+    params: Sequence[SamplingParams],
+    draws: list[float],
 ) -> list[int]:
-    """Draw from the first `size` tokens of each sorted row; -1 where top_p reaches beyond them."""
+    """Draw from the first tokens of each sorted row, `values` with maximum 0 and `ids`, both [R, n].
+
+    `totals` [R, 1] are the weights of the whole rows, for rows that only top_p cuts; None: top_k cuts all rows
+    somewhere in the head. -1 where top_p reaches beyond the head.
+    """
     import torch
 
-    device = x.device
-    values, ids = _sorted_head(x, size)
+    device = values.device
+    size = values.shape[1]
     weights = values.double().exp_()
-    limit = torch.tensor([k or size for k in top_k], device=device).unsqueeze(1)
-    weights.masked_fill_(torch.arange(size, device=device) >= limit, 0.0)
+    if totals is None:
+        limit = torch.tensor([p.top_k for p in params], device=device).unsqueeze(1)
+        weights.masked_fill_(torch.arange(size, device=device) >= limit, 0.0)
     cumulative = weights.cumsum(-1)
-    everything = torch.tensor([not k for k in top_k], device=device).unsqueeze(1)
-    # relative to the whole row without top_k, else to what top_k kept
-    total = cumulative[:, -1:]
-    if not all(top_k):
-        total = torch.where(everything, x.exp().sum(-1, keepdim=True).double(), total)
-    p = torch.tensor(
-        [q if q < 1.0 else math.inf for q in top_p], dtype=torch.float64, device=device
-    ).unsqueeze(1)
-    goal = (p - 1e-6) * total
-    enough = (cumulative[:, -1:] >= goal) | ~everything | (size == x.shape[1])
-    keep = cumulative - weights < goal
-    keep[:, 0] = True
-    cumulative = (weights * keep).cumsum(-1)
+    reached = cumulative[:, -1:]
+    if any(p.top_p < 1.0 for p in params):
+        top_p = [p.top_p if p.top_p < 1.0 else math.inf for p in params]
+        goal = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1).sub_(1e-6)
+        goal = goal * (reached if totals is None else totals)
+        keep = cumulative - weights < goal
+        keep[:, 0] = True
+        cumulative = (weights * keep).cumsum(-1)
     u = torch.tensor(draws, dtype=torch.float64, device=device).unsqueeze(1)
-    place = _first_above(cumulative, u * cumulative[:, -1:])
-    return torch.where(enough, ids.gather(1, place), -1).squeeze(1).tolist()
+    found = ids.gather(1, _first_above(cumulative, u * cumulative[:, -1:]))
+    if totals is not None:
+        found = torch.where(reached >= goal, found, -1)
+    return found.squeeze(1).tolist()
 
 
 def _draw_from_nucleus(x: torch.Tensor, top_p: float, draw: float) -> int:
