@@ -117,7 +117,7 @@ class Runner:
             available=available - weight_bytes,
         )
         self.num_blocks = self.kv_plan.num_blocks
-        with torch.inference_mode():
+        with torch.no_grad():
             load_weights(checkpoint, weights, tied=model_config.tie_word_embeddings, progress=config.progress)
             self.kv_caches = self._allocate_kv_caches()
         logger.info(
@@ -143,7 +143,7 @@ class Runner:
             (_lazy_zeros(shape, self.dtype), _lazy_zeros(shape, self.dtype)) for _ in range(config.num_layers)
         ]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def execute(self, plan: StepPlan) -> Tensor:
         """Run the step: float32 logits [sum of num_logits, vocab_size], in the order of the plan.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from pelton.config import EngineConfig, load_model_config
 from pelton.runner import Runner
 from pelton.scheduler import ScheduledRequest, StepPlan
@@ -76,7 +77,7 @@ class Driver:
         return outputs, logits
 
 
-def copy_model(source: Path, target: Path, overrides: Mapping[str, Any] = {}) -> Path:  # noqa: B006
+def copy_model(source: Path, target: Path, overrides: Mapping[str, Any] = {}) -> Path:
     """The model folder `source` under `target`, with other values in its config.json (None: without the key)."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from model_driver import DATA
 from pelton.config import EngineConfig, ModelConfig, load_model_config
 from pelton.errors import (
@@ -174,12 +175,12 @@ def test_damaged_json_is_named(name: str, content: str, tmp_path: Path) -> None:
 
 
 def test_missing_model_and_missing_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="org/model: no such folder or file.*download the model first"):
+    with pytest.raises(CheckpointError, match=r"org/model: no such folder or file.*download the model first"):
         load_model_config("org/model")
-    with pytest.raises(CheckpointError, match="config.json: no such file"):
+    with pytest.raises(CheckpointError, match=r"config.json: no such file"):
         load_model_config(tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="model.onnx: neither a folder"):
+    with pytest.raises(CheckpointError, match=r"model.onnx: neither a folder"):
         load_model_config(tmp_path / "model.onnx")
 
 
@@ -213,7 +214,7 @@ def test_bad_engine_options_are_named(options: dict[str, Any], message: str) -> 
 
 
 def test_unknown_options() -> None:
-    with pytest.raises(UnknownOptionError, match="'max_model_length'.*did you mean 'max_model_len'"):
+    with pytest.raises(UnknownOptionError, match=r"'max_model_length'.*did you mean 'max_model_len'"):
         EngineConfig.from_options(model="m", max_model_length=3)
     with pytest.raises(UnknownOptionError, match=r"SamplingParams\(temperature=...\)"):
         EngineConfig.from_options(model="m", temperature=0.5)
@@ -232,7 +233,7 @@ def test_max_model_len_is_checked_against_the_checkpoint() -> None:
     assert EngineConfig(model="m").resolve(model).max_model_len == 256
     assert EngineConfig(model="m").resolve(model).dtype == "bfloat16"
     assert EngineConfig(model="m", max_model_len=10, dtype="float16").resolve(model).max_model_len == 10
-    with pytest.raises(InvalidValueError, match="max_model_len=257 is more than the 256 .*use 256 or less"):
+    with pytest.raises(InvalidValueError, match=r"max_model_len=257 is more than the 256 .*use 256 or less"):
         EngineConfig(model="m", max_model_len=257).resolve(model)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from model_driver import DATA, Driver, copy_model
 from pelton.config import EngineConfig, load_model_config
 from pelton.errors import CapacityError, CheckpointError, PeltonError, UnsupportedError
@@ -157,7 +158,7 @@ def test_tied_without_with_equal_and_with_another_lm_head(
 
 def test_untied_without_lm_head_is_an_error(model: Path) -> None:
     edit(model, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match="'lm_head.weight' is missing"):
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing"):
         load(model)
 
 
@@ -192,7 +193,7 @@ def test_tensors_that_do_not_fit_the_config(model: Path, change: Any, message: s
 def test_tensor_type_that_is_not_read(model: Path) -> None:
     edit(model, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
     with pytest.raises(
-        UnsupportedError, match="'model.norm.weight' is of type I8; Pelton reads F32, F16, BF16, F64"
+        UnsupportedError, match=r"'model.norm.weight' is of type I8; Pelton reads F32, F16, BF16, F64"
     ):
         load(model)
 

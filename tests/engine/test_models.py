@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from model_driver import DATA, Driver, copy_model
 
 RECORDED = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from model_driver import DATA
 from pelton.errors import CheckpointError, UnsupportedError
 from pelton.rope import ROPE_TYPES, RopeConfig, cos_sin_table, inverse_frequencies
