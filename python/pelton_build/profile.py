@@ -341,6 +341,5 @@ def _check_label(profile: Profile) -> None:
     except ValueError:
         raise ProfileError(
             f"{shown}: wheel.label: {label!r} is not a local version label: small letters and digits, in "
-            "parts with "
-            "points between them, such as 'cpu.avx2'"
+            "parts with points between them, such as 'cpu.avx2'"
         ) from None

@@ -67,9 +67,8 @@ def resolve(
         build_requires = (*build_requires, torch.requirement)
     if not toolchain.pythons and any(source.role == "host" for source in included):
         notes.append(
-            "no CPython with headers found, so the wheel has no host extension and the Python twin does "
-            "its work; "
-            "install python3-dev to have it"
+            "no CPython with headers found, so the wheel has no host extension and the Python twin does its "
+            "work; install python3-dev to have it"
         )
     notes += toolchain.pythons_out
     if (toolchain.system, toolchain.machine) != (profile.target.system, profile.target.machine):
@@ -127,8 +126,7 @@ def _settings(profile: Profile, choices: Choices) -> tuple[Setting, ...]:
         if chosen.origin == PROFILE:
             raise ChoiceError(
                 f"{PROFILE}={chosen.value} (backend {backend}) and {DEVICE}={device.value} contradict each "
-                "other; "
-                "unset one of them"
+                "other; unset one of them"
             )
         lost = (*lost, f"{device.value} ({device.origin})")
     return (
@@ -167,28 +165,20 @@ def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Pr
     tool = probe.tool
     if tool is None:
         return None
-    others = "; also seen: " + ", ".join(
-        f"{t.name} {t.version} ({t.path}, from {t.origin})" for t in probe.others
-    )
-    others = others if probe.others else ""
+    seen = [f"{other.name} {other.version} ({other.path}, from {other.origin})" for other in probe.others]
+    others = f"; also seen: {', '.join(seen)}" if seen else ""
     if tool.origin in ("CUDACXX", "HIPCXX"):
         variable = tool.origin
     headers = f"headers {tool.headers_version}" if tool.headers_version else "no headers beside it"
     where = f"{tool.name} {tool.version or 'of unknown version'} ({tool.path}, from {tool.origin}, {headers})"
     if not tool.version or Version.parse(tool.version) not in allowed:
         raise ToolchainError(
-            f"{profile.file}: toolchain.{kind}: found {where}, needed {allowed}{others}"
-            + (
-                f"; set {'CUDA_HOME' if kind == 'cuda' else 'ROCM_PATH'} to a toolkit that fits"
-                if allowed
-                else ""
-            )
+            f"{profile.file}: toolchain.{kind}: found {where}, needed {allowed}{others}; set {variable} to a "
+            "toolkit that fits"
         )
     if not tool.headers_version:
         raise ToolchainError(
-            f"{where} has no headers beside it{f' in {tool.root}' if tool.root else ''}; install the whole "
-            "toolkit, or set "
-            f"{variable} to one that is{others}"
+            f"{where} is not a whole toolkit; install its headers, or set {variable} to one that is{others}"
         )
     if not _same_release(tool.version, tool.headers_version):
         raise ToolchainError(
@@ -214,8 +204,8 @@ def _cuda(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple[
     if tool is None:
         problems.append(
             f"no CUDA compiler found (looked at {_looked(toolchain.cuda.looked)}); install CUDA "
-            f"{needs.cuda}, "
-            "or set toolchain.cuda-package in the profile to take the compiler from the package index"
+            f"{needs.cuda}, or set toolchain.cuda-package in the profile to take the compiler from the "
+            "package index"
         )
     else:
         try:
@@ -421,8 +411,7 @@ def _label(profile: Profile, tools: list[Tool]) -> str:
         if found is None:
             raise PlanError(
                 f"{profile.file}: wheel.label: {label!r} needs the CUDA version, and none is known: no "
-                "compiler found, "
-                "and toolchain.cuda has no lower bound"
+                "compiler found, and toolchain.cuda has no lower bound"
             )
         major, minor = found.key[:2]
         values = {"cuda_major": str(major), "cuda_major_minor": f"{major}{minor}"}

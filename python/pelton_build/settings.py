@@ -33,6 +33,7 @@ __all__ = [
     "environment",
     "pass_through",
     "read_choices",
+    "replace_environment",
     "scrubbed",
     "split_setting",
 ]
@@ -112,6 +113,12 @@ class Choices:
 def environment() -> Mapping[str, str]:
     """The environment of this process."""
     return dict(os.environ)
+
+
+def replace_environment(environ: Mapping[str, str]) -> None:
+    """Make `environ` the environment of this process and of those that it starts."""
+    os.environ.clear()
+    os.environ.update(environ)
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
@@ -250,9 +257,8 @@ def _jobs(setting: Setting | None) -> Setting | None:
         return None
     if not re.fullmatch(r"[0-9]{1,5}", setting.value, re.ASCII) or int(setting.value) < 1:
         raise ChoiceError(
-            f"{setting.origin.rstrip('=')}: {setting.value!r} is no number of jobs; give a whole number "
-            "from 1 on, "
-            "or leave it unset to have it calculated"
+            f"{setting.origin.rstrip('=')}: {setting.value!r} is no number of jobs; give a whole number from "
+            "1 on, or leave it unset to have it calculated"
         )
     return Setting(setting.name, str(int(setting.value)), setting.origin)
 

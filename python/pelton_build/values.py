@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 _VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,3}", re.ASCII)
-_CLAUSE = re.compile(r"\s*(==|!=|>=|<=|>|<|~=)?\s*([^\s,]+)\s*", re.ASCII)
-_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)\s*([A-Za-z]*)", re.ASCII)
+_CLAUSE = re.compile(r"\s*(==|!=|>=|<=|>|<|~=)?\s*([^\s,<>=!~]+)\s*", re.ASCII)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,3})?)\s*([A-Za-z]*)", re.ASCII)
 _LABEL = re.compile(r"[a-z0-9]+(\.[a-z0-9]+)*", re.ASCII)
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SWITCH = {
@@ -216,8 +216,7 @@ def check_label(label: str) -> str:
     if not _LABEL.fullmatch(label):
         raise ValueError(
             f"{label!r} is not a local version label; use small letters and digits, in parts with points "
-            "between "
-            "them, such as 'cpu.avx2'"
+            "between them, such as 'cpu.avx2'"
         )
     return label
 

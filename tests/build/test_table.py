@@ -1,0 +1,75 @@
+"""The kernel table: what it refuses, and that the real one is sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import plan_cases
+from pelton_build.errors import TableError
+from pelton_build.table import FOLDER, load_table, parse_table
+
+LIBRARY = plan_cases.TABLE[: plan_cases.TABLE.index("[feature.awq]")]
+FEATURE = '[feature.f]\nbackends = ["cuda"]\nenvironment = "F"\n'
+
+
+def test_the_real_table_lists_every_source() -> None:
+    """Sources that no family lists would never be compiled; `host/` and what only tests use is not the table's."""
+    table = plan_cases.real_table()
+    listed = {
+        source.path
+        for family in table.families
+        for source in (*family.op, *family.host, *(s for sources in family.device.values() for s in sources))
+    }
+    folder = plan_cases.ROOT / FOLDER
+    there = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.c[pu]*")
+        if path.suffix in (".cpp", ".cu")
+    }
+    assert {path for path in there - listed if not path.startswith(("host/", "emulation/"))} == set()
+    assert {"awq", "gptq", "marlin", "fast-math"} <= set(table.features)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[family.x]\ncpu = ['x.cpp']", "missing table [library]"),
+        (LIBRARY + "[famly.x]\ncpu = ['x.cpp']", "unknown key 'famly'; did you mean 'family'?"),
+        (LIBRARY + "[family.x]\ncuad = ['x.cu']", "unknown key 'family.x.cuad'; did you mean 'cuda'?"),
+        (LIBRARY + "[family.x]\nsummary = 'none'", "family.x: has no source"),
+        (LIBRARY + "[family.x]\ncpu = 'x.cpp'", "family.x.cpu: expected a list of sources"),
+        (LIBRARY + "[family.x]\ncpu = [1]", "family.x.cpu[0]: expected a table"),
+        (LIBRARY + "[family.x]\ncpu = ['/x.cpp']", "must be a path below kernels/"),
+        (LIBRARY + "[family.x]\ncpu = ['../x.cpp']", "must be a path below kernels/"),
+        (LIBRARY + "[family.x]\ncpu = ['x.cpp', 'x.cpp']", "'x.cpp' is listed twice"),
+        (LIBRARY + "[family.x]\ncpu = [{ archs = [] }]", "family.x.cpu[0].path: expected text, the key is missing"),
+        (LIBRARY + "[family.x]\ncuda = [{ path = 'x.cu', archs = ['sm90'] }]", "did you mean 'sm_90'"),
+        (LIBRARY + "[family.x]\nop = [{ path = 'x.cpp', archs = ['sm_90'] }]", "only device code has archs"),
+        (LIBRARY + "[family.x]\ncuda = [{ path = 'x.cu', toolkit = '12' }]", "'12' has no operator"),
+        (LIBRARY + "[family.x]\nfeature = 'g'\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: unknown feature 'g'"),
+        (LIBRARY + FEATURE.replace("cuda", "cuad"), "feature.f.backends: unknown backend 'cuad'; did you mean 'cuda'?"),
+        (LIBRARY + FEATURE + FEATURE.replace("feature.f", "feature.g"), "two features have one environment variable"),
+        (LIBRARY + "family = 1", "not valid TOML"),
+        ("family = 1\n" + LIBRARY, "family: expected tables [family.NAME]"),
+        (LIBRARY.replace('torch = "2.10"', 'torch = "new"'), "library.torch: 'new' is not a version"),
+        (LIBRARY.replace("torch-headers", "torch-header"), "did you mean 'torch-headers'?"),
+        (LIBRARY + "cxx-standard = 11", "library.cxx-standard: expected 17"),
+    ],
+)  # fmt: skip
+def test_refuses(text: str, message: str) -> None:
+    if message == "not valid TOML":
+        text = text.replace("family = 1", "[library]")
+    with pytest.raises(TableError) as caught:
+        parse_table(text)
+    assert message in str(caught.value) and str(caught.value).startswith("kernels/kernels.toml: ")
+
+
+def test_source_that_does_not_exist(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    with pytest.raises(TableError, match=r"cannot be read"):
+        load_table(tmp_path)
+    (tmp_path / FOLDER / "kernels.toml").write_text(LIBRARY + "[family.x]\ncpu = ['x/cpu.cpp']")
+    with pytest.raises(TableError, match=r"family\.x: source 'x/cpu\.cpp' does not exist in kernels/"):
+        load_table(tmp_path)
