@@ -1,8 +1,8 @@
 """The command `pelton`: `generate` and `info`.
 
-A command is one entry in `COMMANDS`: its name, a line of summary, a function that adds its arguments and one that
-runs it. Nothing heavy is imported before a command runs, so that `pelton info` works without torch and on a machine
-that the wheel is not for.
+A command is one entry in `COMMANDS`: its name, a line of summary, a function that adds its arguments and one
+that runs it. Nothing heavy is imported before a command runs, so that `pelton info` works without torch and
+on a machine that the wheel is not for.
 
 Exit codes: 0; 1 for an error, which is one message on stderr; 2 for wrong usage.
 """
@@ -249,7 +249,7 @@ def _prompt_text(args: argparse.Namespace) -> str:
 
 @contextmanager
 def _loading(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A bar on stderr while weights are loaded, when somebody sees it; the options that `LLM` needs for it."""
+    """A bar on stderr while weights are loaded, if that is a terminal: the options of `LLM` that feed it."""
     if args.quiet or not sys.stderr.isatty():
         yield {}
         return

@@ -1,7 +1,7 @@
 """Token ids to text, one at a time: what may be shown now, and where a stop string ends the text.
 
-Two things are held back: bytes that do not make a whole character yet, and the longest end of the text that a stop
-string may begin with. So what was shown is never taken back, and no delta shows a part of a stop string.
+Two things are held back: bytes that do not make a whole character yet, and the longest end of the text that a
+stop string may begin with. So what was shown is never taken back, and no delta shows a part of a stop string.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["IncrementalDetokenizer", "TextStream"]
 
 CONTEXT_TOKENS = 6  # tokens of the prompt that the text of the first new ones may depend on
-MAX_PENDING_TOKENS = 8  # no character has more bytes than 4, so what is still broken after so many stays broken
+MAX_PENDING_TOKENS = (
+    8  # no character has more bytes than 4, so what is still broken after so many stays broken
+)
 
 
 class TextStream(Protocol):
@@ -32,9 +34,11 @@ class TextStream(Protocol):
 
 
 class Utf8Stream:
-    """For tokenizers whose tokens are byte strings that are joined (`token_bytes`, see `Tokenizer.text_stream`).
+    """For tokenizers whose tokens are byte strings that are joined (`token_bytes`, see
+    `Tokenizer.text_stream`).
 
-    `skip` are the ids that give no text; `strip_left` is the number of spaces that are dropped at the very beginning.
+    `skip` are the ids that give no text; `strip_left` is the number of spaces that are dropped at the very
+    beginning.
     """
 
     def __init__(
@@ -74,8 +78,8 @@ class Decode(Protocol):
 class WindowStream:
     """For any other tokenizer: decodes a short window twice, without and with the new tokens.
 
-    The window begins where the text was last complete, and the tokens before it give it context (spaces between words
-    and the like depend on neighbours).
+    The window begins where the text was last complete, and the tokens before it give it context (spaces
+    between words and the like depend on neighbours).
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
@@ -116,16 +120,18 @@ class StreamSource(Protocol):
 class IncrementalDetokenizer:
     """The text of one request.
 
-    Call `append` with each token in turn and show what it returns. When it finds a stop string, `stop_reason` is that
-    string and the text is complete: the request ends with the token just appended. When a request ends for another
-    reason, `flush` gives what was held back. A token that ends a request by its id (eos, `stop_token_ids`) has no text
-    and is not appended, unless `include_stop_str_in_output` asks for it.
+    Call `append` with each token in turn and show what it returns. When it finds a stop string, `stop_reason`
+    is that string and the text is complete: the request ends with the token just appended. When a request
+    ends for another reason, `flush` gives what was held back. A token that ends a request by its id (eos,
+    `stop_token_ids`) has no text and is not appended, unless `include_stop_str_in_output` asks for it.
 
-    `prompt_token_ids` are context only: the text of the first token may depend on them. A stop string must end in text
-    of the output; it ends the request from the `min_tokens`-th token on.
+    `prompt_token_ids` are context only: the text of the first token may depend on them. A stop string must
+    end in text of the output; it ends the request from the `min_tokens`-th token on.
     """
 
-    def __init__(self, tokenizer: StreamSource, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: StreamSource, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
         stop = params.stop or ()
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._include = params.include_stop_str_in_output
@@ -187,7 +193,7 @@ class IncrementalDetokenizer:
 
 
 def find_stop(text: str, old: int, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The stop string that begins first, of those that end in `text[old:]`; of several at one place the shortest."""
+    """Of the stop strings that end in `text[old:]` the first to begin; of several there the shortest."""
     best: tuple[int, int, str] | None = None
     for stop in stops:
         start = text.find(stop, max(0, old - len(stop) + 1))

@@ -1,8 +1,8 @@
 """GGUF files: metadata, the configuration they imply, and their tensors under Hugging Face names.
 
-The header is parsed here (memory-mapped, every length checked against the file's end before it is used), because a
-reader that trusts its lengths turns a cut file into a wrong model. Common quantizations are decoded with torch, a
-block of rows at a time; the rest goes through the `gguf` package, which is imported only then.
+The header is parsed here (memory-mapped, every length checked against the file's end before it is used),
+because a reader that trusts its lengths turns a cut file into a wrong model. Common quantizations are decoded
+with torch, a block of rows at a time; the rest goes through the `gguf` package, which is imported only then.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -47,9 +47,9 @@ class GgufError(CheckpointError):
     """A GGUF file that cannot be used; the message names the file and what is wrong with it."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # Types
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -88,7 +88,7 @@ def _gguf_package() -> Any:
         import gguf
     except ImportError as error:
         raise PeltonError(
-            f"reading this GGUF file needs the Python package gguf, which cannot be imported ({error}): pip install gguf"
+            f"this GGUF file needs the package gguf, which cannot be imported ({error}): pip install gguf"
         ) from error
     return gguf
 
@@ -106,9 +106,9 @@ def _tensor_type(type_id: int) -> TensorType | None:
     return TensorType(type_id, kind.name, block, size)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # Header
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 
 class StringArray(Sequence[str]):
@@ -203,7 +203,9 @@ class _Cursor:
                 values = list(struct.unpack_from(f"<{count}{_SCALARS[item]}", self.data, self.pos))
                 self.pos += size * count
                 return values
-            raise GgufError(f"{self.path}: corrupt: the array {key!r} has elements of type {item}, which GGUF does not have")
+            raise GgufError(
+                f"{self.path}: corrupt: the array {key!r} has elements of type {item}, which is none"
+            )
         raise GgufError(f"{self.path}: corrupt: {key!r} has type {kind}, which GGUF does not have")
 
 
@@ -242,6 +244,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[_RawTensor]]:
         raise GgufError(f"{path}: GGUF version {version}; versions {versions} can be read")
     num_tensors = cursor.unpack("Q", "the number of tensors")
     num_keys = cursor.unpack("Q", "the number of metadata keys")
+    cursor.need(13 * num_keys + 33 * num_tensors, f"a header of {num_keys} keys and {num_tensors} tensors")
     metadata: dict[str, Any] = {}
     for index in range(num_keys):
         key = cursor.text(f"metadata key {index} of {num_keys}")
@@ -269,11 +272,13 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[_RawTensor]]:
         kind = _tensor_type(type_id)
         if kind is None:
             raise GgufError(
-                f"{path}: the tensor {name!r} has quantization type {type_id}, which is unknown here. The file is "
-                f"damaged or newer than the installed gguf package (pip install -U gguf)."
+                f"{path}: the tensor {name!r} has quantization type {type_id}, which is "
+                f"unknown here. The file is damaged, or newer than the gguf package (pip install -U gguf)."
             )
         if 0 in dims or dims[0] % kind.block:
-            raise GgufError(f"{path}: corrupt: {name!r} has shape {dims}, which {kind.name} blocks of {kind.block} cannot fill")
+            raise GgufError(
+                f"{path}: corrupt: {name!r} has shape {dims}, not in blocks of {kind.block} ({kind.name})"
+            )
         if offset % alignment:
             raise GgufError(f"{path}: corrupt: the data of {name!r} is not aligned to {alignment} bytes")
         described.append((name, dims[::-1], kind, offset, math.prod(dims) // kind.block * kind.size))
@@ -284,8 +289,8 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[_RawTensor]]:
         start = base + offset
         if start + num_bytes > cursor.end:
             raise GgufError(
-                f"{path}: cut short or corrupt: the tensor {name!r} lies at bytes {start} to {start + num_bytes}, "
-                f"but the file ends at {cursor.end}. Download or copy it again."
+                f"{path}: cut short or corrupt: the tensor {name!r} lies at bytes {start} to "
+                f"{start + num_bytes}, but the file ends at {cursor.end}. Download or copy it again."
             )
         tensors.append(_RawTensor(name, shape, kind, start, num_bytes, cursor.data))
     return metadata, tensors
@@ -302,9 +307,9 @@ def is_gguf(path: str | Path) -> bool:
         return file.read(4) == MAGIC
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # Tensor names
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -342,8 +347,8 @@ class GgufTensor:
     """One tensor, not read yet.
 
     `name` is its Hugging Face name, `shape` as torch says it. `permuted_heads` is not 0 for the query and key
-    projections of the llama architecture: the file pairs neighbouring rotary elements there, and `load` puts the rows
-    back into Hugging Face's order (first halves, then second halves).
+    projections of the llama architecture: the file pairs neighbouring rotary elements there, and `load` puts
+    the rows back into Hugging Face's order (first halves, then second halves).
     """
 
     name: str
@@ -355,9 +360,11 @@ class GgufTensor:
     _path: Path
 
     def load(self, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Decode into a new tensor of `dtype` (default: fp32, or the file's own for F16 and BF16) or into `out`.
+        """Decode into a new tensor of `dtype` (default: fp32, or the file's own for F16 and BF16) or into
+        `out`.
 
-        `out` must have this shape; any dtype and strides will do. Only a block of rows is held in fp32 at a time.
+        `out` must have this shape; any dtype and strides will do. Only a block of rows is held in fp32 at a
+        time.
 
         Raises:
             GgufError: the type can be recognized but not decoded.
@@ -407,7 +414,9 @@ class GgufTensor:
         try:
             values = package.dequantize(raw.contiguous().numpy(), package.GGMLQuantizationType(self.type.id))
         except NotImplementedError as error:
-            raise GgufError(f"{self._path}: {self.gguf_name!r} is {self.type.name}, which cannot be decoded") from error
+            raise GgufError(
+                f"{self._path}: {self.gguf_name!r} is {self.type.name}, which cannot be decoded"
+            ) from error
         return torch.from_numpy(values.reshape(raw.shape[0], -1))
 
 
@@ -428,10 +437,10 @@ def _bytes_tensor(data: mmap.mmap, start: int, count: int) -> torch.Tensor:
         return torch.frombuffer(data, dtype=torch.uint8, count=count, offset=start)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding. A decoder gets blocks uint8 [n, size] and fills out fp32 [n, block]; operations and their order are those
-# of the `gguf` package, so that results are equal bit for bit.
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
+# Decoding. A decoder gets blocks uint8 [n, size] and fills out fp32 [n, block]; operations and their order
+# are those of the `gguf` package, so that results are equal bit for bit.
+# ---
 
 
 def _decode_blocks(kind: TensorType, raw: torch.Tensor, out: torch.Tensor) -> None:
@@ -505,7 +514,7 @@ def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _q4_k(raw: torch.Tensor, out: torch.Tensor) -> None:
     scales, minima = _k_scales(raw)
-    packed = raw[:, 16:].view(-1, 4, 32) if raw[:, 16:].is_contiguous() else raw[:, 16:].unflatten(1, (4, 32))
+    packed = raw[:, 16:].unflatten(1, (4, 32))
     values = out.view(-1, 4, 2, 32)
     values[:, :, 0] = packed & 15
     values[:, :, 1] = packed >> 4
@@ -547,13 +556,14 @@ _DECODERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # The file
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 _SPLIT_NAME = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
-# Tokens that end a turn: also an end of the text when the chat template writes them (files often name only one).
+# Tokens that end a turn: also an end of the text when the chat template writes them (files often name only
+# one).
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|end_of_turn|>")
 
 
@@ -577,10 +587,12 @@ class GgufFile:
         match = _SPLIT_NAME.match(self.path.name)
         number = self.metadata.get("split.no", 0)
         if number != 0:
-            raise GgufError(f"{self.path}: part {number + 1} of {count}; open the first part (…-00001-of-{count:05d}.gguf)")
+            raise GgufError(
+                f"{self.path}: part {number + 1} of {count}; open the one with -00001-of-{count:05d}"
+            )
         if match is None or int(match["count"]) != count:
             raise GgufError(
-                f"{self.path}: the first of {count} parts, which must be named NAME-00001-of-{count:05d}.gguf and so on"
+                f"{self.path}: the first of {count} parts, but not named NAME-00001-of-{count:05d}.gguf"
             )
         for index in range(1, count):
             part = self.path.with_name(f"{match['stem']}-{index + 1:05d}-of-{count:05d}.gguf")
@@ -592,7 +604,9 @@ class GgufFile:
             self._raw += raw
         total = self.metadata.get("split.tensors.count", len(self._raw))
         if total != len(self._raw):
-            raise GgufError(f"{self.path}: the {count} parts hold {len(self._raw)} tensors, not the {total} announced")
+            raise GgufError(
+                f"{self.path}: the {count} parts hold {len(self._raw)} tensors, not the {total} announced"
+            )
 
     @property
     def architecture(self) -> str:
@@ -602,7 +616,9 @@ class GgufFile:
             raise GgufError(f"{self.path}: has no general.architecture; is it a whole model?")
         if name not in SUPPORTED_ARCHITECTURES:
             known = ", ".join(SUPPORTED_ARCHITECTURES)
-            raise UnsupportedError(f"{self.path}: architecture {name!r} is not supported; supported are {known}")
+            raise UnsupportedError(
+                f"{self.path}: architecture {name!r} is not supported; supported are {known}"
+            )
         return str(name)
 
     def _get(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
@@ -623,7 +639,9 @@ class GgufFile:
         """
         arch = self.architecture
         if self._get("expert_count", int, 0):
-            raise UnsupportedError(f"{self.path}: a mixture of experts ({arch}.expert_count), which is not supported")
+            raise UnsupportedError(
+                f"{self.path}: a mixture of experts ({arch}.expert_count), which is not supported"
+            )
         if "token_embd.weight" not in self._by_name:
             raise GgufError(f"{self.path}: has no tensor 'token_embd.weight'; is it a whole model?")
         hidden = self._get("embedding_length", int)
@@ -680,10 +698,12 @@ class GgufFile:
     def _dtype_name(self) -> str:
         """Half precision when the matrices are; what is quantized is exact in fp32 only."""
         kinds = {raw.type.name for raw in self._raw if len(raw.shape) > 1}
-        return {frozenset(["BF16"]): "bfloat16", frozenset(["F16"]): "float16"}.get(frozenset(kinds), "float32")
+        return {frozenset(["BF16"]): "bfloat16", frozenset(["F16"]): "float16"}.get(
+            frozenset(kinds), "float32"
+        )
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text: eos, end of turn, end of message, and the turn's end that the template writes."""
+        """Ids that end a text: eos, end of turn or message, and the end of turn that the template writes."""
         ids = [self._get(f"tokenizer.ggml.{key}_token_id", int, None) for key in ("eos", "eot", "eom")]
         template = self.metadata.get("tokenizer.chat_template")
         tokens = self.metadata.get("tokenizer.ggml.tokens")
@@ -716,7 +736,9 @@ class GgufFile:
                 if value is not None:
                     scaling[key] = value
             return scaling
-        raise UnsupportedError(f"{self.path}: rope scaling of type {kind!r} is not supported (none, linear, yarn, rope_freqs are)")
+        raise UnsupportedError(
+            f"{self.path}: rope scaling of type {kind!r} is not supported (linear and yarn are)"
+        )
 
     def tensor(self, gguf_name: str) -> GgufTensor:
         """The tensor with this name in the file."""
@@ -744,7 +766,9 @@ class GgufFile:
                 raise GgufError(f"{self.path}: the tensor {raw.name!r} is none of the architecture {arch!r}")
             num_heads = permuted.get(raw.name.split(".")[-2], 0)
             if num_heads and raw.shape[0] % (2 * num_heads):
-                raise GgufError(f"{self.path}: corrupt: {raw.name!r} of shape {raw.shape} with {num_heads} heads")
+                raise GgufError(
+                    f"{self.path}: corrupt: {raw.name!r} of shape {raw.shape} with {num_heads} heads"
+                )
             yield GgufTensor(name, raw.name, raw.shape, raw.type, num_heads, raw, self.path)
 
 
@@ -760,10 +784,10 @@ def _shortest(value: float) -> float:
 def _factors_as_scaling(factors: list[float], theta: float, rotary: int, context: int) -> dict[str, Any]:
     """The `rope_scaling` that divides the rotary frequencies by `factors`.
 
-    Llama 3 files carry the factors instead of the four numbers they came from. The numbers come back by solving for
-    them: 1/f is 1 for short waves, 1/factor for long ones, and linear in the frequency between. Only the ratios to
-    the original length count, so low_freq_factor is set to 1. Factors of another kind are handed on as they are, in
-    longrope's spelling.
+    Llama 3 files carry the factors instead of the four numbers they came from. The numbers come back by
+    solving for them: 1/f is 1 for short waves, 1/factor for long ones, and linear in the frequency between.
+    Only the ratios to the original length count, so low_freq_factor is set to 1. Factors of another kind are
+    handed on as they are, in longrope's spelling.
     """
     explicit = {
         "rope_type": "longrope",
@@ -809,6 +833,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def iter_tensors(path: str | Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) for every parameter, decoded one after the other; `dtype` as in `GgufTensor.load`."""
+    """(Hugging Face name, tensor) of every parameter, one at a time; `dtype` as in `GgufTensor.load`."""
     for tensor in GgufFile(path).tensors():
         yield tensor.name, tensor.load(dtype)

@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, built with the `tokenizers` library.
 
-Two kinds exist among the supported models: `gpt2`, byte-level BPE with merges, whose way of splitting text has a name
-in `tokenizer.ggml.pre`; and `llama`, SentencePiece's BPE with a score per token. Ids must equal those of the model's
-training, so an unknown name is an error, never a guess.
+Two kinds exist among the supported models: `gpt2`, byte-level BPE with merges, whose way of splitting text
+has a name in `tokenizer.ggml.pre`; and `llama`, SentencePiece's BPE with a score per token. Ids must equal
+those of the model's training, so an unknown name is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -52,39 +52,69 @@ def _cased(suffix: str, digits: str) -> str:
     )
 
 
-# Splits are applied one after the other, each to the pieces of the one before; what a pattern does not match stays a
-# piece of its own.
+# Splits are applied one after the other, each to the pieces of the one before; what a pattern does not match
+# stays a piece of its own.
 _LLAMA3 = (_modern(r"\p{N}{1,3}"),)
 _QWEN2 = (_modern(r"\p{N}"),)
 _SINGLE_DIGITS = (r"\p{N}", _GPT2)
-_PLAIN = (r"[\p{P}\$\+<=>\^~\|]+", rf"{_ENGLISH}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)", r"\p{N}+", "[0-9][0-9][0-9]")
+_PLAIN = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    rf"{_ENGLISH}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)",
+    r"\p{N}+",
+    "[0-9][0-9][0-9]",
+)
 _GPT4O = (_cased(rf"(?i:{_ENGLISH})?", r"\p{N}{1,3}"),)
 _TEKKEN = (_cased("", r"\p{N}"),)
 
 #: name in `tokenizer.ggml.pre` -> the patterns that split text
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _PLAIN,
-    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(
+        ("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), (_GPT2,)
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        (
+            "llama-bpe",
+            "llama3",
+            "llama-v3",
+            "smaug-bpe",
+            "dbrx",
+            "falcon3",
+            "falcon-h1",
+            "pixtral",
+            "midm-2.0",
+            "lfm2",
+        ),
         _LLAMA3,
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
 }
-#: Of these a whole piece that is a token is taken as it is, whatever the merges say; and a BOS is the default.
-_WHOLE_PIECES = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+# : Of these a whole piece that is a token is taken as it is, whatever the merges say; and a BOS is the
+# default.
+_WHOLE_PIECES = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+    "tekken",
+}
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     """Build it from the file's metadata.
 
     Raises:
-        TokenizerError: no tokenizer in the file, a kind or pre-tokenizer that is not known, or data that contradict
+        TokenizerError: no tokenizer in the file, a kind or pre-tokenizer that is not known, or data that
+        contradict
             each other.
     """
     metadata = file.metadata
@@ -93,7 +123,9 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         raise TokenizerError(f"{file.path}: has no tokenizer. {SKIP_HINT}")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray) or not tokens:
-        raise TokenizerError(f"{file.path}: tokenizer.ggml.tokens is missing or not a list of strings. {SKIP_HINT}")
+        raise TokenizerError(
+            f"{file.path}: tokenizer.ggml.tokens is missing or not a list of strings. {SKIP_HINT}"
+        )
     tokens = list(tokens)
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -106,8 +138,8 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
             backend, bos_default = _sentencepiece(file, tokens, types), True
         else:
             raise TokenizerError(
-                f"{file.path}: tokenizer {kind!r} is not supported; supported are gpt2 (byte-level BPE) and llama "
-                f"(SentencePiece). {SKIP_HINT}"
+                f"{file.path}: tokenizer {kind!r} is not supported; supported are gpt2 (byte-level BPE) and "
+                f"llama (SentencePiece). {SKIP_HINT}"
             )
     except TokenizerError:
         raise
@@ -120,31 +152,47 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
 
 
 def _special_names(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask", "cls": "cls"}
+    keys = {
+        "bos": "bos",
+        "eos": "eos",
+        "unk": "unknown",
+        "pad": "padding",
+        "sep": "seperator",
+        "mask": "mask",
+        "cls": "cls",
+    }
     names = {}
     for name, key in keys.items():
         index = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if index is None or index == 0xFFFFFFFF:  # how some writers say "none"
             continue
         if not isinstance(index, int) or not 0 <= index < len(tokens):
-            raise TokenizerError(f"{file.path}: {key}_token_id is {index!r}, but there are {len(tokens)} tokens")
+            raise TokenizerError(
+                f"{file.path}: {key}_token_id is {index!r}, but there are {len(tokens)} tokens"
+            )
         names[f"{name}_token"] = tokens[index]
     return names
 
 
-def _mark_special(backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int], byte_level: bool) -> None:
+def _mark_special(
+    backend: tokenizers.Tokenizer, tokens: Sequence[str], types: Sequence[int], byte_level: bool
+) -> None:
     """Control tokens are special, user-defined ones are added: both are found in text before it is split."""
     from tokenizers import AddedToken
 
     marked = [(text, kind) for text, kind in zip(tokens, types, strict=True) if kind != NORMAL and text]
-    special_kinds = (CONTROL,) if byte_level else (CONTROL, UNKNOWN)  # SentencePiece's <unk> is not text either
+    special_kinds = (
+        (CONTROL,) if byte_level else (CONTROL, UNKNOWN)
+    )  # SentencePiece's <unk> is not text either
     special = [text for text, kind in marked if kind in special_kinds]
     added = [text for text, kind in marked if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
     backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
 
 
-def _add_bos_and_eos(file: GgufFile, backend: tokenizers.Tokenizer, names: dict[str, str], bos_default: bool) -> None:
+def _add_bos_and_eos(
+    file: GgufFile, backend: tokenizers.Tokenizer, names: dict[str, str], bos_default: bool
+) -> None:
     from tokenizers import processors
 
     template, special = ["$A"], []
@@ -162,11 +210,17 @@ def _add_bos_and_eos(file: GgufFile, backend: tokenizers.Tokenizer, names: dict[
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
-    found = {key: value for key, value in metadata.items() if key.startswith(prefix) and isinstance(value, str)}
-    return {"default" if key == prefix else key.removeprefix(f"{prefix}."): value for key, value in found.items()}
+    found = {
+        key: value for key, value in metadata.items() if key.startswith(prefix) and isinstance(value, str)
+    }
+    return {
+        "default" if key == prefix else key.removeprefix(f"{prefix}."): value for key, value in found.items()
+    }
 
 
-def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int], pre: object) -> tokenizers.Tokenizer:
+def _byte_level(
+    file: GgufFile, tokens: Sequence[str], types: Sequence[int], pre: object
+) -> tokenizers.Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     if pre is None:
@@ -203,7 +257,9 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
 
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise TokenizerError(f"{file.path}: tokenizer.ggml.scores is missing or not one for each of {len(tokens)} tokens")
+        raise TokenizerError(
+            f"{file.path}: tokenizer.ggml.scores is missing or not one for each of {len(tokens)} tokens"
+        )
     vocab = {text: index for index, text in enumerate(tokens)}
     unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
@@ -229,7 +285,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
 def _merges_from_scores(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Merges that reproduce SentencePiece's BPE: of all neighbours that join to a token, the best score joins first."""
+    """Merges that do as SentencePiece: of all neighbours that join to a token, the best score joins first."""
     mergeable = {
         text: score
         for text, score, kind in zip(tokens, scores, types, strict=True)

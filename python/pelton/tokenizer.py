@@ -1,9 +1,9 @@
 """Tokenizers: text to ids and back, and chat templates.
 
-`load_tokenizer` takes a Hugging Face folder or a GGUF file. The folder's `tokenizer.json` is read with the `tokenizers`
-library and is the truth about ids (where Transformers rebuilds a tokenizer from a class name, it is not consulted);
-`tokenizer_config.json` adds names of special tokens and the chat template. Transformers is imported only for folders
-that have a tokenizer in another form.
+`load_tokenizer` takes a Hugging Face folder or a GGUF file. The folder's `tokenizer.json` is read with the
+`tokenizers` library and is the truth about ids (where Transformers rebuilds a tokenizer from a class name, it
+is not consulted); `tokenizer_config.json` adds names of special tokens and the chat template. Transformers is
+imported only for folders that have a tokenizer in another form.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
-SKIP_HINT = "To run it on token ids alone, pass skip_tokenizer_init=True and prompts as {'prompt_token_ids': [...]}."
+SKIP_HINT = (
+    "To run it on token ids alone, pass skip_tokenizer_init=True and prompts as {'prompt_token_ids': [...]}."
+)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OTHER_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+OTHER_TOKENIZER_FILES = (
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+)
 
 Message = Mapping[str, Any]
 
@@ -63,8 +72,8 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
 class Tokenizer:
     """A tokenizer of the `tokenizers` library with the special tokens and chat template of a model.
 
-    `special_tokens` maps names like "bos_token" to text; `chat_templates` maps names ("default", "tool_use") to Jinja
-    source.
+    `special_tokens` maps names like "bos_token" to text; `chat_templates` maps names ("default", "tool_use")
+    to Jinja source.
     """
 
     backend: tokenizers.Tokenizer
@@ -133,7 +142,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to the text, which may be a part of a character; b"" for an id without token.
 
-        Special tokens are spelled out. For tokenizers that do not join bytes (`joins_bytes`), the token's own text.
+        Special tokens are spelled out. For tokenizers that do not join bytes (`joins_bytes`), the token's own
+        text.
         """
         value = self._bytes.get(token_id)
         if value is None:
@@ -150,8 +160,8 @@ class Tokenizer:
     def text_stream(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> TextStream:
         """Incremental decoding of tokens that come after `context` (whose text is not repeated).
 
-        Text that is no valid UTF-8 may differ from `decode`'s: here each maximal part of a character becomes one
-        U+FFFD, whereas `decode` may turn a whole run of byte tokens into them, valid characters included.
+        Text that is no valid UTF-8 may differ from `decode`'s: here each maximal part of a character becomes
+        one U+FFFD, whereas `decode` may turn a whole run of byte tokens into them, valid characters included.
         """
         if self._joins is None or self.cleans_up_spaces:
             return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), context[-CONTEXT_TOKENS:])
@@ -174,8 +184,8 @@ class Tokenizer:
     ) -> str:
         """The text that the chat template makes of a conversation.
 
-        `chat_template` is Jinja source or the name of one of the model's templates; other keyword arguments are
-        variables of the template (`enable_thinking=False` and the like).
+        `chat_template` is Jinja source or the name of one of the model's templates; other keyword arguments
+        are variables of the template (`enable_thinking=False` and the like).
 
         Raises:
             TokenizerError: no template, a template that refuses the messages, or messages that are none.
@@ -209,15 +219,19 @@ class Tokenizer:
             if at < 0:
                 at, length = text.rfind(final.strip()), len(final.strip())
             if at < 0:
-                raise TokenizerError("continue_final_message=True: the chat template does not write the last message")
+                raise TokenizerError(
+                    "continue_final_message=True: the chat template does not write the last message"
+                )
             text = text[: at + length]
         return str(text)
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
-        """The ids of `render_chat`. The template writes the special tokens, so none are added: one BOS, not two."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, **options), add_special_tokens=False)
+        """The ids of `render_chat`. The template writes special tokens: none are added, so one BOS, not two."""
+        return self.encode(
+            self.render_chat(messages, add_generation_prompt, **options), add_special_tokens=False
+        )
 
     def _template_source(self, chosen: str | None, tools: object) -> str:
         if chosen is not None:
@@ -231,14 +245,14 @@ class Tokenizer:
             names = ", ".join(sorted(self.chat_templates))
             raise TokenizerError(f"{where}no default chat template; pass chat_template= one of {names}")
         raise TokenizerError(
-            f"{where}the model has no chat template. Pass one as chat_template='...' (Jinja source), or write the "
-            f"prompt yourself and use generate()."
+            f"{where}the model has no chat template. Pass one as chat_template='...' (Jinja source), or "
+            f"write the prompt yourself and use generate()."
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # Chat templates
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 
 def _check_messages(messages: object) -> None:
@@ -249,18 +263,20 @@ def _check_messages(messages: object) -> None:
         )
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise TokenizerError(f"messages[{index}] must be a dict with 'role' and 'content', got {message!r:.80}")
+            raise TokenizerError(
+                f"messages[{index}] must be a dict with 'role' and 'content', got {message!r:.80}"
+            )
 
 
 @lru_cache(maxsize=16)
 def _template(source: str) -> jinja2.Template:
-    """Compile a template in a sandbox (it comes with the checkpoint), with the helpers that the field's templates use."""
+    """Compile a template, in a sandbox because it comes with the checkpoint, with the field's helpers."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks what a trainer learns from; here it is just its content."""
+        """{% generation %} ... {% endgeneration %} marks what trainers learn from; here it is its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -275,8 +291,16 @@ def _template(source: str) -> jinja2.Template:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
     def strftime_now(form: str) -> str:
         return datetime.datetime.now().strftime(form)
@@ -293,13 +317,13 @@ def _template(source: str) -> jinja2.Template:
         raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # Decoding
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table), to the byte."""
+    """GPT-2's table of the printable characters that stand for bytes in byte-level vocabularies."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -334,7 +358,7 @@ class _JoinedBytes:
 
 
 def _joined_bytes(backend: tokenizers.Tokenizer) -> _JoinedBytes | None:
-    """What the decoder does, if it is one that joins tokens (ByteLevel, or SentencePiece's steps); else None."""
+    """What the decoder does, if it only joins tokens (ByteLevel, or SentencePiece's steps); else None."""
     if backend.decoder is None:
         return None
     state = json.loads(backend.decoder.__getstate__())
@@ -370,9 +394,9 @@ def _clean_up(text: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 # Hugging Face folders
-# ---------------------------------------------------------------------------------------------------------------------
+# ---
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -448,20 +472,28 @@ def _add_missing(
         if expected is None:
             expected = backend.get_vocab_size(with_added_tokens=True)
         if expected != int(index):
-            logger.warning("%s: tokenizer_config.json gives %r the id %s, which it cannot have", path, text, index)
+            logger.warning(
+                "%s: tokenizer_config.json gives %r the id %s, which it cannot have", path, text, index
+            )
             continue
-        flags = {k: bool(entry[k]) for k in ("lstrip", "rstrip", "single_word", "normalized", "special") if k in entry}
+        flags = {
+            k: bool(entry[k])
+            for k in ("lstrip", "rstrip", "single_word", "normalized", "special")
+            if k in entry
+        }
         backend.add_tokens([AddedToken(text, **flags)])
     special = list(names.values())
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    special += [text for text in map(_token_text, extra.values() if isinstance(extra, Mapping) else extra) if text]
+    special += [
+        text for text in map(_token_text, extra.values() if isinstance(extra, Mapping) else extra) if text
+    ]
     for text in dict.fromkeys(special):
         if backend.token_to_id(text) is not None and not (text in known and known[text].special):
             backend.add_special_tokens([known.get(text) or AddedToken(text, normalized=False, special=True)])
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Files win over the key in tokenizer_config.json, which is a string or a list of named templates."""
+    """By name. Files win over the key in tokenizer_config.json, a string or a list of named templates."""
     templates: dict[str, str] = {}
     found = config.get("chat_template")
     if isinstance(found, str):
@@ -492,7 +524,8 @@ def _from_transformers(path: Path) -> Tokenizer:
         backend = loaded.backend_tokenizer
     except Exception as error:  # anything: import errors, missing sentencepiece, unknown classes
         raise TokenizerError(
-            f"{path}: has no tokenizer.json, and transformers cannot convert {', '.join(found)}: {error}. {SKIP_HINT}"
+            f"{path}: has no tokenizer.json, and transformers cannot convert {', '.join(found)}: "
+            f"{error}. {SKIP_HINT}"
         ) from error
     config = _optional_json(path / "tokenizer_config.json")
     names = {name: str(text) for name in NAMED_TOKENS if (text := getattr(loaded, name, None)) is not None}
