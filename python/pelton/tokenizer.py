@@ -76,9 +76,9 @@ class Tokenizer:
     to Jinja source.
     """
 
-    backend: tokenizers.Tokenizer
+    backend: tokenizers.Tokenizer = field(repr=False)
     special_tokens: dict[str, str] = field(default_factory=dict)
-    chat_templates: dict[str, str] = field(default_factory=dict)
+    chat_templates: dict[str, str] = field(default_factory=dict, repr=False)
     cleans_up_spaces: bool = False
     path: Path | None = None
 
