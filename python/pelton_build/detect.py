@@ -117,7 +117,7 @@ def _nvidia(environ: Mapping[str, str], python: str) -> tuple[tuple[Gpu, ...], t
                 notes.append(f"{what} {said.problem}")
             continue
         gpus = [
-            Gpu("cuda", f"sm_{match[1]}{match[2]}", match[3].strip() or "NVIDIA GPU")
+            Gpu("cuda", f"sm_{match[1]}{match[2]}", (match[3] or "").strip() or "NVIDIA GPU")
             for line in said.out.splitlines()
             if (match := re.fullmatch(r"\s*(\d+)\.(\d)\s*(?:,(.*))?", line))
         ]
