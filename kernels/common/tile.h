@@ -15,18 +15,22 @@ constexpr int kTileMinSums = 8;
 // A core follows several runs of addresses at once and reads memory faster so than along one.
 constexpr int kTileStreams = 4;
 
-// Where a tile finds B.
-enum class From { memory, cache };
-// Memory to bring closer while a tile is at work: `step` bytes for each of its k, from `first` on.
+// Where a[r][i] is: constants, so that every row is one address plus a displacement.
+template <int Row, int Depth>
+struct Strides {
+  static constexpr int row = Row, depth = Depth;
+};
+// Where a tile finds B: in memory, which is read along several streams; in the caches; or in the
+// caches while it brings other memory closer, `step` bytes for each of its k from `first` on.
+enum class From { memory, cache, cache_with_prefetch };
 struct Ahead {
   const char* first = nullptr;
   int64_t step = 0;
 };
 
 // c[r][j] (+)= sum over i < k of a[r][i] * b[i][j], r < MR, j < NV * Vec::width.
-// Row strides: LDA (a constant, so that every row is one address plus a displacement), ldb, ldc.
-// From::memory reads B along several streams; From::cache prefetches what `ahead` says meanwhile.
-template <int MR, int NV, int LDA, From Source, class B>
+// A says where a[r][i] is; ldb and ldc are row strides.
+template <int MR, int NV, class A, From Source, class B>
 inline void multiply_tile(const float* a, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t k,
                           bool accumulate, Ahead ahead = {}) {
   // k is cut into segments that advance together, each with sums of its own where sums are few.
@@ -48,18 +52,20 @@ inline void multiply_tile(const float* a, const B* b, int64_t ldb, float* c, int
     for (int v = 0; v < NV; ++v) column[v] = load(row + v * Vec::width);
 #pragma GCC unroll 64
     for (int r = 0; r < MR; ++r) {
-      const Vec xr = Vec::set1(x[r * LDA]);
+      const Vec xr = Vec::set1(x[r * A::row]);
 #pragma GCC unroll 64
       for (int v = 0; v < NV; ++v) sums[u][r][v] = fma(xr, column[v], sums[u][r][v]);
     }
   };
   const int64_t segment = k / kSegments;
   for (int64_t i = 0; i < segment; ++i) {
-    if constexpr (Source == From::cache) _mm_prefetch(ahead.first + i * kSegments * ahead.step, _MM_HINT_T1);
+    if constexpr (Source == From::cache_with_prefetch)
+      _mm_prefetch(ahead.first + i * kSegments * ahead.step, _MM_HINT_T1);
 #pragma GCC unroll 64
-    for (int s = 0; s < kSegments; ++s) step(a + i + s * segment, b + (i + s * segment) * ldb, s % kCopies);
+    for (int s = 0; s < kSegments; ++s)
+      step(a + (i + s * segment) * A::depth, b + (i + s * segment) * ldb, s % kCopies);
   }
-  for (int64_t i = segment * kSegments; i < k; ++i) step(a + i, b + i * ldb, 0);
+  for (int64_t i = segment * kSegments; i < k; ++i) step(a + i * A::depth, b + i * ldb, 0);
 #pragma GCC unroll 64
   for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 64
@@ -73,15 +79,15 @@ inline void multiply_tile(const float* a, const B* b, int64_t ldb, float* c, int
 }
 
 // multiply_tile with the number of rows known at run time, 1 <= rows <= kTileRows.
-template <int NV, int LDA, From Source, class B, int MR = kTileRows>
+template <int NV, class A, From Source, class B, int MR = kTileRows>
 inline void multiply_rows(int rows, const float* a, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t k,
                           bool accumulate, Ahead ahead = {}) {
   if constexpr (MR > 1) {
     if (rows < MR) {
-      return multiply_rows<NV, LDA, Source, B, MR - 1>(rows, a, b, ldb, c, ldc, k, accumulate, ahead);
+      return multiply_rows<NV, A, Source, B, MR - 1>(rows, a, b, ldb, c, ldc, k, accumulate, ahead);
     }
   }
-  multiply_tile<MR, NV, LDA, Source>(a, b, ldb, c, ldc, k, accumulate, ahead);
+  multiply_tile<MR, NV, A, Source>(a, b, ldb, c, ldc, k, accumulate, ahead);
 }
 
 // Cuts `rows` into as few tiles as possible, of sizes that differ by at most one.

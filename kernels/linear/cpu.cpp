@@ -74,8 +74,8 @@ void widen_input(const X* x, int64_t x_stride, int64_t rows, int64_t in_features
 template <class W>
 void multiply_stream(const float* x, const W* weight, int64_t rows, int64_t depth, float* sums,
                      bool accumulate) {
-  multiply_rows<2, kStreamStride, From::memory>(int(rows), x, weight, kPanel, sums, kPanel, depth,
-                                                accumulate);
+  multiply_rows<2, Strides<kStreamStride, 1>, From::memory>(int(rows), x, weight, kPanel, sums, kPanel, depth,
+                                                            accumulate);
 }
 
 // The same with several tiles, which find the weights in the cache; meanwhile the next ones come.
@@ -94,8 +94,9 @@ void multiply_block(const float* x, const W* weight, const W* next_weight, int64
   const int64_t ahead_step = ceil_div(kPanel * sizeof(W), num_tiles(rows));
   for_each_tile(rows, [&](int64_t tile, int64_t first, int count) {
     const Ahead ahead{(const char*)next_weight + tile * depth * ahead_step, ahead_step};
-    multiply_rows<2, kDepthStride, From::cache>(count, x + first * kDepthStride, wide, kPanel,
-                                                sums + first * kPanel, kPanel, depth, accumulate, ahead);
+    multiply_rows<2, Strides<kDepthStride, 1>, From::cache_with_prefetch>(count, x + first * kDepthStride,
+                                                                          wide, kPanel, sums + first * kPanel,
+                                                                          kPanel, depth, accumulate, ahead);
   });
 }
 

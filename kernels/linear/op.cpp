@@ -14,21 +14,21 @@ int64_t panels_of(int64_t out_features) {
 void linear_cpu(Tensor& out, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Rows in = rows_of("linear", "x", x), to = rows_of("linear", "out", out);
   check_same_dtype("linear", x, out);
-  STD_TORCH_CHECK(weight.dim() == 3 && weight.is_contiguous() && weight.size(2) == cpu::linear_panel_width(),
-                  "linear: packed_weight must be what pack_linear_weight made on this machine: contiguous, "
-                  "[panels, in_features, ",
-                  cpu::linear_panel_width(), "]");
-  STD_TORCH_CHECK(weight.size(1) == in.width, "linear: x has ", in.width,
-                  " features a row, packed_weight takes ", weight.size(1));
-  STD_TORCH_CHECK(weight.size(0) == panels_of(to.width), "linear: out has ", to.width,
-                  " features a row, packed_weight has ", weight.size(0), " panels of ", weight.size(2));
+  PELTON_CHECK(weight.dim() == 3 && weight.is_contiguous() && weight.size(2) == cpu::linear_panel_width(),
+               "linear: packed_weight must be what pack_linear_weight made on this machine: contiguous, "
+               "[panels, in_features, ",
+               cpu::linear_panel_width(), "]");
+  PELTON_CHECK(weight.size(1) == in.width, "linear: x has ", in.width,
+               " features a row, packed_weight takes ", weight.size(1));
+  PELTON_CHECK(weight.size(0) == panels_of(to.width), "linear: out has ", to.width,
+               " features a row, packed_weight has ", weight.size(0), " panels of ", weight.size(2));
   // Rows without elements have no count of their own: compare the leading sizes.
   bool same_rows = x.dim() == out.dim();
   for (int64_t d = 0; same_rows && d + 1 < x.dim(); ++d) same_rows = x.size(d) == out.size(d);
-  STD_TORCH_CHECK(same_rows, "linear: out must have the leading dimensions of x");
+  PELTON_CHECK(same_rows, "linear: out must have the leading dimensions of x");
   if (bias) {
-    STD_TORCH_CHECK(bias->dim() == 1 && bias->is_contiguous() && bias->size(0) == to.width,
-                    "linear: bias must be contiguous with the ", to.width, " features of out");
+    PELTON_CHECK(bias->dim() == 1 && bias->is_contiguous() && bias->size(0) == to.width,
+                 "linear: bias must be contiguous with the ", to.width, " features of out");
   }
   const LinearArgs args{out.mutable_data_ptr(),
                         x.const_data_ptr(),
@@ -53,13 +53,12 @@ void linear_cpu(Tensor& out, const Tensor& x, const Tensor& weight, const std::o
 
 void pack_linear_weight_cpu(Tensor& packed, const Tensor& weight) {
   check_same_dtype("pack_linear_weight", packed, weight);
-  STD_TORCH_CHECK(weight.dim() == 2 && (weight.size(1) <= 1 || weight.stride(1) == 1),
-                  "pack_linear_weight: weight must be [out_features, in_features] with contiguous rows");
-  STD_TORCH_CHECK(packed.dim() == 3 && packed.is_contiguous() &&
-                      packed.size(0) == panels_of(weight.size(0)) && packed.size(1) == weight.size(1) &&
-                      packed.size(2) == cpu::linear_panel_width(),
-                  "pack_linear_weight: packed must be contiguous, [", panels_of(weight.size(0)), ", ",
-                  weight.size(1), ", ", cpu::linear_panel_width(), "]");
+  PELTON_CHECK(weight.dim() == 2 && (weight.size(1) <= 1 || weight.stride(1) == 1),
+               "pack_linear_weight: weight must be [out_features, in_features] with contiguous rows");
+  PELTON_CHECK(packed.dim() == 3 && packed.is_contiguous() && packed.size(0) == panels_of(weight.size(0)) &&
+                   packed.size(1) == weight.size(1) && packed.size(2) == cpu::linear_panel_width(),
+               "pack_linear_weight: packed must be contiguous, [", panels_of(weight.size(0)), ", ",
+               weight.size(1), ", ", cpu::linear_panel_width(), "]");
   const PackArgs args{packed.mutable_data_ptr(),
                       weight.const_data_ptr(),
                       weight.size(1),

@@ -46,7 +46,8 @@ _ops = torch.ops.pelton
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
 
-    ``x`` [..., hidden_size], rows of any one stride; ``weight`` [hidden_size], dtype of ``x``.
+    ``x`` [..., hidden_size], rows of one or two strides (all heads of a qkv buffer in one call);
+    ``weight`` [hidden_size], dtype of ``x``. ``out`` may be ``x``.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if out is None:
@@ -168,10 +169,11 @@ def linear(
     out_features: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias`` for few rows; ``packed_weight`` from :func:`pack_linear_weight`.
+    """``x @ weight.T + bias``; ``packed_weight`` from :func:`pack_linear_weight`.
 
-    ``x`` [..., in_features]; gives [..., out_features] in the dtype of ``x``. The weight keeps its
-    own dtype and sums are kept in float32.
+    ``x`` [..., in_features], rows of any one stride; gives [..., out_features] in the dtype of ``x``. Weight
+    and ``bias`` [out_features] keep their own dtypes, and sums are kept in float32. Made for one row, where
+    memory is the limit, as well as for thousands, where arithmetic is.
     """
     if out is None:
         out = x.new_empty((*x.shape[:-1], out_features))
@@ -180,9 +182,12 @@ def linear(
 
 
 def paged_attention_workspace_size(num_tokens: int, num_heads: int, head_size: int) -> int:
-    """Elements (float32) of the workspace that :func:`paged_attention` needs for such a batch."""
-    # Partial results when a few long sequences are split over the context: output, maximum, sum.
-    return num_tokens * num_heads * (head_size + 2) * torch.get_num_threads()
+    """Elements (float32) of the workspace that :func:`paged_attention` needs for such a batch.
+
+    It holds partial results of queries whose context is split over threads, so it grows with the number of
+    threads and not with the context. A smaller one is allowed: there is less splitting then, none with 0.
+    """
+    return int(_ops.paged_attention_workspace_size.default(num_tokens, num_heads, head_size))
 
 
 def paged_attention(
@@ -206,7 +211,9 @@ def paged_attention(
     query_start_loc[s + 1], the last of them at position seq_lens[s] - 1, and its keys are in the
     cache already. ``sliding_window`` w > 0: a query sees its own and the w - 1 positions before it.
     ``soft_cap`` c > 0: scores become c * tanh(score / c). Rows of sequences of length 0 are neither
-    read nor written. ``workspace``: float32, :func:`paged_attention_workspace_size` elements.
+    read nor written. The cache may have another dtype than ``query``. Any block_size; head_size up to 256.
+    ``workspace``: float32, :func:`paged_attention_workspace_size` elements.
+    Source: Dao, "FlashAttention-2", 2023; Kwon et al., "PagedAttention", 2023.
     """
     if out is None:
         out = torch.empty_like(query)
