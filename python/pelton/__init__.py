@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pelton import _editable
+
 if TYPE_CHECKING:
     from pelton import build_info
     from pelton.engine import Engine
@@ -44,6 +46,8 @@ _HOMES = {
     "__version__": "build_info",
     "build_info": "build_info",
 }
+
+_editable.rebuild()
 
 
 def __getattr__(name: str) -> Any:

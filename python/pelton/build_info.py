@@ -10,7 +10,6 @@ version is `0+source`.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,17 +59,7 @@ def find_file(name: str) -> Path | None:
     return None
 
 
-def _rebuild_if_editable() -> None:
-    """Import the marker that an editable installation rebuilds for, so that what is read next is fresh."""
-    try:
-        importlib.import_module("pelton._built")
-    except ModuleNotFoundError as error:
-        if error.name != "pelton._built":
-            raise
-
-
 def _read() -> tuple[Path | None, Mapping[str, Any]]:
-    _rebuild_if_editable()
     file = find_file(FILE)
     if file is None:
         return None, {}

@@ -17,7 +17,6 @@ import contextlib
 import errno
 import fcntl
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -30,12 +29,11 @@ from . import cmake, glibc
 from .errors import BuildError, ChoiceError
 from .metadata import Distribution, building, distribution_of_sdist, distribution_of_wheel
 from .plan import Plan
-from .planning import choose_profile, write_atomically
+from .planning import write_atomically
+from .profile import load_profile
 from .project import load_project
-from .resolve import resolve
 from .settings import ConfigSettings, environment, pass_through, read_choices, replace_environment, scrubbed
 from .table import load_table
-from .toolchain import probe_toolchain
 from .values import Size, parse_switch
 from .version import SourceVersion, source_version
 
@@ -79,7 +77,8 @@ def get_requires_for_build_sdist(config_settings: ConfigSettings | None = None) 
     with _messages():
         root, settings = Path.cwd(), _checked(Path.cwd(), config_settings)
         with building(_sdist(root, _source(root))):
-            return _wrapped("get_requires_for_build_sdist")(settings)
+            requires: list[str] = _wrapped("get_requires_for_build_sdist")(settings)
+            return requires
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: ConfigSettings | None = None) -> str:
@@ -165,14 +164,11 @@ def _checked(root: Path, config_settings: ConfigSettings | None) -> dict[str, ob
 def _job(state: str, config_settings: ConfigSettings | None) -> _Job:
     """What is to be built. Raises BuildError."""
     root, environ = Path.cwd(), environment()
-    table = load_table(root)
-    choices = read_choices(config_settings, environ, table)
-    toolchain = probe_toolchain(environ, choices)
-    profile, choices = choose_profile(root, choices, table, toolchain, environ)
-    source = _source(root)
-    plan = resolve(profile, choices, table, toolchain, source.version)
+    choices = read_choices(config_settings, environ, load_table(root))
     tools = {name: environ[name] for name in cmake.TOOL_VARIABLES if environ.get(name, "").strip()}
-    request = cmake.Request(state, choices, source, tools)
+    if choices.profile is not None:
+        load_profile(root, choices.profile.value)  # a misspelt name is answered before anything is probed
+    plan, request = cmake.plan_of(root, cmake.Request(state, choices, _source(root), tools))
     given = pass_through(config_settings)
     _check_rebuild(given)
     build_dir = _build_dir(plan, state, given)
@@ -302,7 +298,7 @@ def _whole(folder: Path) -> Iterator[Path]:
         yield Path(temporary)
         for path in Path(temporary).iterdir():
             path.chmod(0o644)
-            os.replace(path, folder / path.name)
+            path.replace(folder / path.name)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,14 +127,18 @@ def read_request(build_dir: Path) -> Request | None:
         return None
 
 
-def plan_of(root: Path, request: Request) -> Plan:
-    """The plan for a request on this machine. Raises BuildError."""
+def plan_of(root: Path, request: Request) -> tuple[Plan, Request]:
+    """The plan for a request on this machine, and the request with its profile named. Raises BuildError."""
     environ = {**environment(), **request.tools}
     table = load_table(root)
-    choices = request.choices
-    toolchain = probe_toolchain(environ, choices)
-    profile, choices = choose_profile(root, choices, table, toolchain, environ)
-    return resolve(profile, choices, table, toolchain, request.version.version)
+    toolchain = probe_toolchain(environ, request.choices)
+    profile, choices = choose_profile(root, request.choices, table, toolchain, environ)
+    if request.state == "editable":  # serves the Python that it is installed into, and no other
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        own = tuple(python for python in toolchain.pythons if python.suffix == suffix)
+        toolchain = dataclasses.replace(toolchain, pythons=own)
+    plan = resolve(profile, choices, table, toolchain, request.version.version)
+    return plan, dataclasses.replace(request, choices=choices)
 
 
 def request_by_hand(root: Path, profile: str) -> Request:
@@ -311,8 +316,7 @@ def write_plan(root: Path, profile: str, build_dir: Path, cmake_version: str) ->
     request = read_request(build_dir)
     if request is None or (profile and (request.choices.profile is None or request.choices.profile.value != profile)):
         request = request_by_hand(root, profile)
-    plan = plan_of(root, request)
-    refuse_problems(plan)
+    plan = refuse_problems(plan_of(root, request)[0])
     info = build_info(plan, request, root, cmake_version)
     write_atomically(build_dir / plan.package / "_build_info.json", json.dumps(info, indent=2, sort_keys=True) + "\n")
     write_atomically(build_dir / plan.package / "_built.py", _MARKER)
@@ -332,11 +336,8 @@ def refuse_problems(plan: Plan) -> Plan:
 
 def _depends(root: Path, plan: Plan, build_dir: Path) -> list[Path]:
     """What the plan was made from: the files that were read, and this tool itself as far as it was used."""
-    own = {
-        Path(module.__file__)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == __package__ and getattr(module, "__file__", None)
-    }
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == __package__]
+    own = {Path(module.__file__) for module in modules if module.__file__}
     files = [root / plan.profile_file, root / plan.kernels / "kernels.toml", root / "pyproject.toml", *sorted(own)]
     return [*files, *([request_file(build_dir)] if request_file(build_dir).is_file() else [])]
 

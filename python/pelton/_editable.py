@@ -1,0 +1,40 @@
+"""The rebuild of an editable installation, when the package is imported.
+
+The build installs an empty module `_built` into the package. An editable installation that was made with
+`-C editable.rebuild=true` brings everything that it built up to date before it lets that module be imported; in any
+other installation it is just empty, and in a source tree that was never built it is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__all__ = ["rebuild"]
+
+MARKER = "pelton._built"
+
+
+def rebuild() -> None:
+    """Bring an editable installation up to date.
+
+    Raises LibraryError when that fails; the compiler's or build's own message has been shown then.
+    """
+    try:
+        importlib.import_module(MARKER)
+    except ModuleNotFoundError as error:
+        if error.name != MARKER:
+            raise
+    except Exception as error:
+        # CalledProcessError of the build, by its name, so that nobody else pays for importing subprocess.
+        if type(error).__name__ == "CalledProcessError":
+            problem = "the build failed; its message stands above. Mend the sources or the profile and import again"
+        elif isinstance(error, FileNotFoundError):
+            problem = (
+                f"the build tool {error.filename or 'cmake'} is not on PATH; activate the environment that pelton was "
+                "installed into"
+            )
+        else:
+            raise
+        from pelton.errors import LibraryError
+
+        raise LibraryError(f"this editable installation of pelton could not be rebuilt: {problem}") from None
