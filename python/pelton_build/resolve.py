@@ -318,7 +318,7 @@ def _of(family: Family, backend: Backend) -> list[tuple[Role, Source]]:
 def _family_out(family: Family, backend: Backend, on: set[str]) -> str:
     if family.feature and family.feature not in on:
         return f"feature {family.feature} is off"
-    if not family.supports and not family.host and backend not in family.device:
+    if not family.supports and backend not in family.device:
         return f"no {backend} source in kernels.toml"
     return ""
 

@@ -25,7 +25,7 @@
     definitions = ["..."]           # for all sources of the family
 
 Paths are relative to the table's folder. A family with device code is built for the backends that it has
-sources for. A family of operators alone is support: it is built when any other family is.
+sources for. A family without device code supports the others: it is built when any of them is.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Family:
 
     @property
     def supports(self) -> bool:
-        """Whether the family has operators' code alone, which other families call."""
-        return bool(self.op) and not any(self.device.values())
+        """Whether the family has no device code: what other families call or go with, nothing by itself."""
+        return not any(self.device.values())
 
 
 @dataclass(frozen=True)

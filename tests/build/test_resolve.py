@@ -170,10 +170,15 @@ def test_nothing_to_build_for_a_backend() -> None:
 def test_support_is_out_when_nothing_needs_it() -> None:
     table = parse_table(
         plan_cases.TABLE[: plan_cases.TABLE.index("[family.common]")]
-        + "[family.common]\nop = ['c.cpp']\n[family.norm]\ncpu = ['a.cpp']\n"
+        + "[family.common]\nop = ['c.cpp']\n[family.norm]\ncpu = ['a.cpp']\n[family.host]\nhost = ['h.cpp']\n"
     )
     plan = resolve(plan_cases.profile(CUDA), Choices(), table, FULL)
-    assert plan.excluded[0].reason == "supports other families, and none is in for backend cuda"
+    assert plan.sources == ()
+    assert [source.reason for source in plan.excluded] == [
+        "supports other families, and none is in for backend cuda",
+        "for backend cpu, and this plan is for cuda",
+        "supports other families, and none is in for backend cuda",
+    ]
     assert [s.path for s in resolve(plan_cases.profile(CPU), Choices(), table, FULL).sources] == [
         "c.cpp",
         "a.cpp",

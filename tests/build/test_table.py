@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_the_real_table_lists_every_source() -> None:
     }
     assert {path for path in there - listed if not path.startswith(("host/", "emulation/"))} == set()
     assert {"awq", "gptq", "marlin", "fast-math"} <= set(table.features)
+
+
+def test_variables_of_the_package_are_no_unknown_settings() -> None:
+    """A variable that the package reads must not be refused as a misspelt setting of the build."""
+    read = {
+        name
+        for path in (plan_cases.ROOT / "python/pelton").rglob("*.py")
+        for name in re.findall(r"""environ(?:\.get\(|\[)["'](PELTON_\w+)""", path.read_text())
+    }
+    assert "PELTON_LIBRARY" in read
+    assert read <= set(plan_cases.real_table().library.environment)
 
 
 @pytest.mark.parametrize(
