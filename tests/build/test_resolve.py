@@ -182,6 +182,7 @@ def test_support_is_out_when_nothing_needs_it() -> None:
     assert [s.path for s in resolve(plan_cases.profile(CPU), Choices(), table, FULL).sources] == [
         "c.cpp",
         "a.cpp",
+        "h.cpp",
     ]
 
 
