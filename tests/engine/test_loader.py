@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +214,52 @@ def test_errors_come_before_memory_is_taken(model: Path, tmp_path: Path) -> None
         load(huge, kv_cache_memory=None)
     assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
     tracemalloc.stop()
+
+
+_MEASURE = """
+import sys, torch
+from pelton.config import EngineConfig, load_model_config
+from pelton.runner import Runner
+def status(key):
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) * 1024
+before = status("VmRSS")
+runner = Runner(EngineConfig(model=sys.argv[1], kv_cache_memory="256MiB"), load_model_config(sys.argv[1]))
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measured with Linux's /proc")
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
+    """Peak memory stays under 1.2 times the checkpoint, and an unused KV cache costs nothing."""
+    config = json.loads((DATA / "llama-rope" / "config.json").read_text())
+    config |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 8000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "model.embed_tokens.weight": (8000, 512),
+        "lm_head.weight": (8000, 512),
+        "model.norm.weight": (512,),
+    }
+    for layer in range(12):
+        name = f"model.layers.{layer}"
+        shapes |= {f"{name}.{part}_layernorm.weight": (512,) for part in ("input", "post_attention")}
+        shapes |= {f"{name}.mlp.{part}_proj.weight": (2048, 512) for part in ("gate", "up")}
+        shapes |= {f"{name}.self_attn.{part}_proj.weight": (128, 512) for part in "kv"}
+        shapes |= {
+            f"{name}.self_attn.q_proj.weight": (256, 512),
+            f"{name}.self_attn.o_proj.weight": (512, 256),
+        }
+        shapes |= {f"{name}.mlp.down_proj.weight": (512, 2048)}
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True, env=_environment()).stdout)
+    assert 0.8 * size < peak < 1.2 * size
+
+
+def _environment() -> dict[str, str]:
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 # Files that are missing, cut or damaged.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -51,7 +53,7 @@ class Linear:
 
     def _load_weight(self, rows: slice, source: CheckpointTensor) -> None:
         if self._plain is None:
-            self._plain = torch.empty((self.out_features, self.in_features), dtype=self.dtype)
+            self._plain = _temporary((self.out_features, self.in_features), self.dtype)
         source.load(out=self._plain[rows])
         self._missing -= 1
         if self._missing == 0:
@@ -71,3 +73,9 @@ class Linear:
         """``x`` [T, in_features] -> `out` [T, out_features]."""
         assert self.packed_weight is not None, "weights were not loaded"
         return ops.linear(x, self.packed_weight, self.bias, out_features=self.out_features, out=out)
+
+
+def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that goes back to the system when the tensor does: from the heap, holes would stay between the weights."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
