@@ -70,7 +70,7 @@ _TEKKEN = (_cased("", r"\p{N}"),)
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _PLAIN,
     **dict.fromkeys(
-        ("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), (_GPT2,)
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), (_GPT2,)
     ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
@@ -236,7 +236,7 @@ def _byte_level(
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, StringArray):
         raise TokenizerError(f"{file.path}: tokenizer.ggml.merges is missing. {SKIP_HINT}")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
     broken = next((pair for pair in pairs if len(pair) != 2 or not all(pair)), None)
     if broken is not None:
         raise TokenizerError(f"{file.path}: tokenizer.ggml.merges has {' '.join(broken)!r}, which is no pair")

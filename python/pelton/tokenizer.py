@@ -457,13 +457,14 @@ def _special_names(config: Mapping[str, Any], special_map: Mapping[str, Any]) ->
 def _add_missing(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], names: Mapping[str, str], path: Path
 ) -> None:
-    """Make tokens special (or added) that only tokenizer_config.json says are so.
+    """Add tokens that tokenizer_config.json has and tokenizer.json does not mark as added.
 
-    Tokens that the vocabulary does not have are left out: their ids would lie past the model's embedding.
+    Special tokens that the vocabulary does not have are left out: Transformers gives them new ids, but these would
+    lie past the model's embedding.
     """
     from tokenizers import AddedToken
 
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for index, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         text = _token_text(entry)
         if text is None or text in known:
@@ -482,14 +483,12 @@ def _add_missing(
             if k in entry
         }
         backend.add_tokens([AddedToken(text, **flags)])
-    special = list(names.values())
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    special += [
-        text for text in map(_token_text, extra.values() if isinstance(extra, Mapping) else extra) if text
-    ]
-    for text in dict.fromkeys(special):
-        if backend.token_to_id(text) is not None and not (text in known and known[text].special):
-            backend.add_special_tokens([known.get(text) or AddedToken(text, normalized=False, special=True)])
+    extra = map(_token_text, extra.values() if isinstance(extra, Mapping) else extra)
+    tokens = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in [*names.values(), *(text for text in extra if text and text not in tokens)]:
+        if backend.token_to_id(text) is not None and not (text in tokens and tokens[text].special):
+            backend.add_special_tokens([tokens.get(text) or AddedToken(text, normalized=False, special=True)])
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -523,9 +522,10 @@ def _from_transformers(path: Path) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         backend = loaded.backend_tokenizer
     except Exception as error:  # anything: import errors, missing sentencepiece, unknown classes
+        reason = str(error).strip().partition("\n")[0].rstrip(" .:")
         raise TokenizerError(
-            f"{path}: has no tokenizer.json, and transformers cannot convert {', '.join(found)}: "
-            f"{error}. {SKIP_HINT}"
+            f"{path}: has no tokenizer.json, and transformers cannot convert {', '.join(found)} "
+            f"({type(error).__name__}: {reason}). {SKIP_HINT}"
         ) from error
     config = _optional_json(path / "tokenizer_config.json")
     names = {name: str(text) for name in NAMED_TOKENS if (text := getattr(loaded, name, None)) is not None}
