@@ -337,9 +337,9 @@ class Engine:
                 ended.append(request)
                 continue
             request.append(token_id)
-            if entry is not None:
+            if entry is not None and request.logprobs is not None:
                 request.logprobs.append(self._logprob_dict(entry))
-                request.cumulative_logprob += entry.logprobs[0]
+                request.cumulative_logprob = (request.cumulative_logprob or 0.0) + entry.logprobs[0]
             if self._is_ended(request, token_id):
                 ended.append(request)
         if ended:

@@ -10,17 +10,16 @@ use are handed out before any that do.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from pelton.errors import CapacityError
+from pelton.host import chain_block_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["NULL_BLOCK", "BlockPool", "extend_block_hashes", "hash_block"]
+__all__ = ["NULL_BLOCK", "BlockPool", "extend_block_hashes"]
 
 #: Never handed to a request: padding in block tables points here.
 NULL_BLOCK = 0
@@ -28,19 +27,14 @@ NULL_BLOCK = 0
 _ROOT = b"pelton"
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the hash of a full block with these tokens, after the block (and all before it) with hash `parent`.
-
-    Cryptographic, because a collision would silently give one user the context of another.
-    """
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
-
-
 def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet."""
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else _ROOT
-        hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+    """Append to `hashes` those of the full blocks of `token_ids` that are not in it yet.
+
+    They are cryptographic, because a collision would silently give one request the context of another.
+    """
+    start = len(hashes) * block_size
+    if len(token_ids) - start >= block_size:
+        hashes.extend(chain_block_hashes(hashes[-1] if hashes else _ROOT, token_ids[start:], block_size))
 
 
 class BlockPool:

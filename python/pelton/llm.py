@@ -153,7 +153,7 @@ class LLM:
             and what `generate` raises.
         """
         tokenizer = self.get_tokenizer()
-        prompts = []
+        prompts: list[tuple[str | None, list[int]]] = []
         for place, conversation in enumerate(_read_conversations(messages)):
             if not conversation:
                 raise PromptError(f"conversation {place} is empty: it must have at least one message")
@@ -310,7 +310,7 @@ class LLM:
             ids = prompt
         if text is not None and not isinstance(text, str):
             raise PromptError(f"{what} must be a text, got {type(text).__name__}")
-        if ids is not None:
+        if ids is not None or text is None:
             return text, _read_ids(ids, what)
         if self._tokenizer is None:
             raise TokenizerError(

@@ -98,7 +98,7 @@ class Request:
             limit = min(limit, self.num_prompt_tokens + params.max_tokens)
         self.max_total_tokens = limit
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
         #: the next token is the argmax of the raw logits and nothing else is asked for
         self.plain_greedy = params.is_plain_greedy
 
