@@ -96,7 +96,16 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
     shutil.rmtree(made, ignore_errors=True)
     options = [f"-C{key}={value}" for key, values in settings.items() for value in values]
     session.run(
-        "python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(made), *options, str(ROOT), env=UTF8
+        "python",
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(made),
+        *options,
+        str(ROOT),
+        env=UTF8,
     )
     session.run("python", "-m", "pelton_build", "repair", str(made / wheel.name), env={**LIBRARIES, **UTF8})
     session.run("python", "-m", "pelton_build", "audit", str(made / wheel.name), env={**LIBRARIES, **UTF8})

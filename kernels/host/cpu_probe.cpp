@@ -1,6 +1,7 @@
 // CPU feature probe: CPUID says what the processor has, XCR0 which registers the system saves.
-// A feature counts as usable only when both do: wide registers that a context switch forgets are worse than none.
-// Method: Intel SDM volume 1, sections 13.2 and 14.3, 15.2; volume 2, CPUID; AMD APM volume 3, appendix E.
+// A feature counts as usable only when both do: wide registers that a context switch forgets are worse than
+// none. Method: Intel SDM volume 1, sections 13.2 and 14.3, 15.2; volume 2, CPUID; AMD APM volume 3, appendix
+// E.
 #include "cpu_probe.h"
 
 #include <cpuid.h>
@@ -14,9 +15,9 @@ namespace {
 
 // Register sets that XCR0 has bits for; a feature needs all bits of its set.
 constexpr uint64_t kNone = 0;
-constexpr uint64_t kAvx = 0b110;               // XMM, YMM
+constexpr uint64_t kAvx = 0b110;                 // XMM, YMM
 constexpr uint64_t kAvx512 = kAvx | 0b11100000;  // opmask, ZMM low, ZMM high
-constexpr uint64_t kAmx = 0b11ull << 17;       // tile configuration, tile data
+constexpr uint64_t kAmx = 0b11ull << 17;         // tile configuration, tile data
 
 enum Register { eax, ebx, ecx, edx };
 

@@ -12,7 +12,8 @@
 
 namespace py = pybind11;
 
-// Which Python this file was built for, to be read from the file before it is loaded (pelton/host.py, the audit).
+// Which Python this file was built for, to be read from the file before it is loaded (pelton/host.py, the
+// audit).
 static constexpr char kMark[] = "PELTON_HOST_SOABI=" PELTON_HOST_SOABI;
 
 namespace pelton::host {
@@ -48,14 +49,16 @@ std::vector<int64_t> to_tokens(const py::sequence& token_ids) {
 }
 
 py::list chain_block_hashes(const py::bytes& parent, const py::sequence& token_ids, int64_t block_size) {
-  if (block_size < 1) throw py::value_error("block_size must be at least 1, found " + std::to_string(block_size));
+  if (block_size < 1)
+    throw py::value_error("block_size must be at least 1, found " + std::to_string(block_size));
   const std::vector<int64_t> tokens = to_tokens(token_ids);
   std::string before = parent;
   py::list hashes;
   for (std::size_t end = std::size_t(block_size); end <= tokens.size(); end += std::size_t(block_size)) {
     Blake2b hash(kDigest);
     hash.update(std::as_bytes(std::span(before)));
-    hash.update(std::as_bytes(std::span(tokens).subspan(end - std::size_t(block_size), std::size_t(block_size))));
+    hash.update(
+        std::as_bytes(std::span(tokens).subspan(end - std::size_t(block_size), std::size_t(block_size))));
     before.assign(kDigest, '\0');
     hash.finish(reinterpret_cast<std::byte*>(before.data()));
     hashes.append(py::bytes(before));
@@ -77,9 +80,12 @@ py::dict module_info() {
 PYBIND11_MODULE(_host, m, py::mod_gil_not_used()) {
   m.doc() = "Host-only parts of pelton in C++; use them through pelton.host.";
   m.def("cpu_features", &pelton::host::cpu_features,
-        "vendor, flags (usable on this system, as Linux names them) and off (the system does not save their registers)");
+        "vendor, flags (usable on this system, as Linux names them) and off (the system does not save their "
+        "registers)");
   m.def("chain_block_hashes", &pelton::host::chain_block_hashes, py::arg("parent"), py::arg("token_ids"),
         py::arg("block_size"),
-        "BLAKE2b-128 of each full block of int64 tokens, chained: hash(parent + tokens). Returns a list of bytes.");
-  m.def("module_info", &pelton::host::module_info, "implementation, python (SOABI) and compiler of this module");
+        "BLAKE2b-128 of each full block of int64 tokens, chained: hash(parent + tokens). Returns a list of "
+        "bytes.");
+  m.def("module_info", &pelton::host::module_info,
+        "implementation, python (SOABI) and compiler of this module");
 }

@@ -27,7 +27,9 @@ def rebuild() -> None:
     except Exception as error:
         # CalledProcessError of the build, by its name, so that nobody else pays for importing subprocess.
         if type(error).__name__ == "CalledProcessError":
-            problem = "the build failed; its message stands above. Mend the sources or the profile and import again"
+            problem = (
+                "the build failed; its message stands above. Mend the sources or the profile and import again"
+            )
         elif isinstance(error, FileNotFoundError):
             problem = (
                 f"the build tool {error.filename or 'cmake'} is not on PATH; activate the environment that pelton was "

@@ -81,13 +81,17 @@ def get_requires_for_build_sdist(config_settings: ConfigSettings | None = None) 
             return requires
 
 
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: ConfigSettings | None = None) -> str:
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: ConfigSettings | None = None
+) -> str:
     """Write the wheel's metadata; returns the name of its folder."""
     with _messages():
         return _prepare("wheel", metadata_directory, config_settings)
 
 
-def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: ConfigSettings | None = None) -> str:
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: ConfigSettings | None = None
+) -> str:
     """Write the editable wheel's metadata; returns the name of its folder."""
     with _messages():
         return _prepare("editable", metadata_directory, config_settings)

@@ -102,7 +102,11 @@ class Request:
 
 
 def _setting(data: Mapping[str, Any] | None) -> Setting | None:
-    return None if data is None else Setting(data["name"], data["value"], data["origin"], tuple(data["overridden"]))
+    return (
+        None
+        if data is None
+        else Setting(data["name"], data["value"], data["origin"], tuple(data["overridden"]))
+    )
 
 
 def _known(setting: Setting | None) -> Setting:
@@ -151,12 +155,12 @@ def request_by_hand(root: Path, profile: str) -> Request:
 def quote(value: str | Iterable[str]) -> str:
     """A CMake argument that stands for `value`, whatever characters are in it; several values make a list.
 
-    Raises PlanError for a text that ends a CMake list item early, which nothing can quote.
+    Raises PlanError for what nothing can quote: CMake does not split a list inside of square brackets.
     """
     items = [value] if isinstance(value, str) else list(value)
     for item in items:
-        if "[" in item and ";" in item:  # CMake does not split lists inside of brackets
-            raise PlanError(f"{item!r} cannot be handed to CMake: it has both '[' and ';'")
+        if ("[" in item or "]" in item) and (";" in item or (len(items) > 1 and not _balanced(item))):
+            raise PlanError(f"{item!r} cannot be handed to CMake because of its square brackets; rename it")
     text = ";".join(item.replace(";", r"\;") for item in items)
     # CMake drops one backslash-semicolon pair only inside lists; the brackets keep all else as it is.
     mark = "="
@@ -165,7 +169,18 @@ def quote(value: str | Iterable[str]) -> str:
     return f"[{mark}[{text}]{mark}]"
 
 
-def variables(plan: Plan, request: Request, root: Path, build_dir: Path, depends: Sequence[Path]) -> dict[str, str]:
+def _balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def variables(
+    plan: Plan, request: Request, root: Path, build_dir: Path, depends: Sequence[Path]
+) -> dict[str, str]:
     """The variables that `cmake/*.cmake` read, by name without `PELTON_PLAN_`, each as a quoted CMake argument.
 
     PACKAGE, LIBRARY, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
@@ -248,7 +263,9 @@ def source_digest(root: Path) -> str:
     files = [root / "CMakeLists.txt", root / "pyproject.toml"]
     for folder in _DIGESTED:
         files += (
-            path for path in (root / folder).rglob("*") if path.suffix in _DIGESTED_SUFFIXES and path.is_file()
+            path
+            for path in (root / folder).rglob("*")
+            if path.suffix in _DIGESTED_SUFFIXES and path.is_file()
         )
     total = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.relative_to(root).as_posix()):
@@ -292,7 +309,9 @@ def profiles_of(root: Path) -> list[dict[str, Any]]:
     """All profiles, so that a wheel on the wrong machine can name the right one."""
     made = []
     for name in profile_names(root):
-        with contextlib.suppress(BuildError):  # a broken profile is no profile yet, and no reason to stop another's build
+        with contextlib.suppress(
+            BuildError
+        ):  # a broken profile is no profile yet, and no reason to stop another's build
             target = load_profile(root, name).target
             made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
     return made
@@ -314,11 +333,15 @@ def write_plan(root: Path, profile: str, build_dir: Path, cmake_version: str) ->
     if ";" in str(root) or "\n" in str(root):
         raise PlanError(f"CMake cannot work in a folder with ';' in its path: {root}; move the source")
     request = read_request(build_dir)
-    if request is None or (profile and (request.choices.profile is None or request.choices.profile.value != profile)):
+    if request is None or (
+        profile and (request.choices.profile is None or request.choices.profile.value != profile)
+    ):
         request = request_by_hand(root, profile)
     plan = refuse_problems(plan_of(root, request)[0])
     info = build_info(plan, request, root, cmake_version)
-    write_atomically(build_dir / plan.package / "_build_info.json", json.dumps(info, indent=2, sort_keys=True) + "\n")
+    write_atomically(
+        build_dir / plan.package / "_build_info.json", json.dumps(info, indent=2, sort_keys=True) + "\n"
+    )
     write_atomically(build_dir / plan.package / "_built.py", _MARKER)
     write_atomically(build_dir / "pelton_plan.json", plan.to_json())
     made = variables(plan, request, root, build_dir, _depends(root, plan, build_dir))
@@ -338,7 +361,12 @@ def _depends(root: Path, plan: Plan, build_dir: Path) -> list[Path]:
     """What the plan was made from: the files that were read, and this tool itself as far as it was used."""
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == __package__]
     own = {Path(module.__file__) for module in modules if module.__file__}
-    files = [root / plan.profile_file, root / plan.kernels / "kernels.toml", root / "pyproject.toml", *sorted(own)]
+    files = [
+        root / plan.profile_file,
+        root / plan.kernels / "kernels.toml",
+        root / "pyproject.toml",
+        *sorted(own),
+    ]
     return [*files, *([request_file(build_dir)] if request_file(build_dir).is_file() else [])]
 
 
@@ -346,7 +374,9 @@ def main(arguments: Sequence[str]) -> int:
     """The subcommand `cmake`."""
     parser = argparse.ArgumentParser(prog="cmake", description="Write the plan as a CMake file.")
     parser.add_argument("action", choices=["plan"])
-    parser.add_argument("--profile", default="", help="the profile's name; empty: the request, else detection")
+    parser.add_argument(
+        "--profile", default="", help="the profile's name; empty: the request, else detection"
+    )
     parser.add_argument("--build-dir", type=Path, required=True, help="CMake's build folder")
     parser.add_argument("--cmake-version", default="", help="for the build info")
     options = parser.parse_args(arguments)

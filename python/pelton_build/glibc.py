@@ -98,12 +98,22 @@ def make_stubs(floor: str, machine: str, folder: Path) -> None:
 def _zig_stubs(floor: str, machine: str, work: Path) -> list[Path]:
     """Have zig link something, which makes it write its stubs, and return those."""
     (work / "empty.c").write_text("int pelton_empty(void) { return 0; }\n", encoding="ascii")
-    environ = {**environment(), "ZIG_GLOBAL_CACHE_DIR": str(work / "cache"), "ZIG_LOCAL_CACHE_DIR": str(work / "local")}
+    environ = {
+        **environment(),
+        "ZIG_GLOBAL_CACHE_DIR": str(work / "cache"),
+        "ZIG_LOCAL_CACHE_DIR": str(work / "local"),
+    }
     command = [sys.executable, "-X", "utf8", "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.{floor}"]
     command += ["-shared", "-fPIC", "-nostdlib", "-lc", "empty.c", "-o", "empty.so"]
     try:
         result = subprocess.run(
-            command, cwd=work, env=environ, capture_output=True, encoding="utf-8", errors="replace", check=False
+            command,
+            cwd=work,
+            env=environ,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
         )
     except OSError as error:
         raise GlibcError(f"zig cannot be run ({error}); install '{REQUIREMENT}' again") from None

@@ -59,10 +59,14 @@ class Provider:
     def dynamic_metadata(self, settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
         """Raises BuildError when scikit-build-core was called past our backend."""
         if settings:
-            raise BuildError(f"pyproject.toml: tool.dynamic-metadata: unknown keys {', '.join(sorted(settings))}")
+            raise BuildError(
+                f"pyproject.toml: tool.dynamic-metadata: unknown keys {', '.join(sorted(settings))}"
+            )
         current = _current.get()
         if current is None:
-            raise BuildError("the build backend is pelton_build.backend; do not call scikit_build_core.build directly")
+            raise BuildError(
+                "the build backend is pelton_build.backend; do not call scikit_build_core.build directly"
+            )
         return {"version": current.version, "dependencies": list(current.dependencies)}
 
     def dynamic_wheel(self, settings: Mapping[str, Any]) -> dict[str, bool]:

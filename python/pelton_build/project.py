@@ -1,9 +1,9 @@
 """What `pyproject.toml` says to this tool, in its table `[tool.pelton-build]`.
 
-    [tool.pelton-build]
-    fallback-version = "0.1.0"       # of a source that has neither a git tag nor a release file
-    dependencies = ["numpy>=2"]      # of every wheel; the profile's own (torch among them) come on top
-    baseline-profile = "cpu-avx2"    # whose wheels the main index holds
+[tool.pelton-build]
+fallback-version = "0.1.0"       # of a source that has neither a git tag nor a release file
+dependencies = ["numpy>=2"]      # of every wheel; the profile's own (torch among them) come on top
+baseline-profile = "cpu-avx2"    # whose wheels the main index holds
 """
 
 from __future__ import annotations
@@ -63,5 +63,7 @@ def parse_project(text: str) -> ProjectSettings:
         raise ProjectError(f"{FILE}: tool.{TABLE}.dependencies: expected a list of texts")
     baseline = table.get("baseline-profile", "")
     if not isinstance(baseline, str):
-        raise ProjectError(f"{FILE}: tool.{TABLE}.baseline-profile: expected a profile's name, found {baseline!r}")
+        raise ProjectError(
+            f"{FILE}: tool.{TABLE}.baseline-profile: expected a profile's name, found {baseline!r}"
+        )
     return ProjectSettings(version, tuple(dependencies), baseline)

@@ -37,7 +37,18 @@ def check(wheel: Path) -> str:
     """The platform tag that auditwheel has confirmed. Raises RepairError saying what it objects to."""
     tag = _platform(wheel)
     with tempfile.TemporaryDirectory(prefix="repair-") as folder:
-        command = [sys.executable, "-X", "utf8", "-m", "auditwheel", "repair", "--plat", tag, "--exclude", EXCLUDED]
+        command = [
+            sys.executable,
+            "-X",
+            "utf8",
+            "-m",
+            "auditwheel",
+            "repair",
+            "--plat",
+            tag,
+            "--exclude",
+            EXCLUDED,
+        ]
         result = subprocess.run(
             [*command, "--wheel-dir", folder, str(wheel)],
             env={**environment(), "PYTHONUTF8": "1"},
@@ -48,7 +59,9 @@ def check(wheel: Path) -> str:
         )
         if result.returncode != 0:
             said = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
-            raise RepairError(f"{wheel.name}: auditwheel refuses {tag}: {said[-1] if said else 'it says nothing'}")
+            raise RepairError(
+                f"{wheel.name}: auditwheel refuses {tag}: {said[-1] if said else 'it says nothing'}"
+            )
         made = list(Path(folder).glob("*.whl"))
         # It leaves no copy when there is nothing at all to do.
         before, after = _binaries(wheel), _binaries(made[0]) if made else _binaries(wheel)
@@ -83,7 +96,9 @@ def _binaries(wheel: Path) -> Mapping[str, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """The subcommand `repair`."""
-    parser = argparse.ArgumentParser(prog="repair", description="Check that auditwheel has nothing to repair.")
+    parser = argparse.ArgumentParser(
+        prog="repair", description="Check that auditwheel has nothing to repair."
+    )
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     for wheel in parser.parse_args(arguments).wheels:
         logger.info("%s: auditwheel confirms %s, nothing to repair", wheel.name, check(wheel))

@@ -120,7 +120,9 @@ class Tag:
         """The version that work after this tag leads to."""
         major, minor, patch = self.release
         stage, number = self.stage
-        return f"{major}.{minor}.{patch + 1}" if stage == "z" else f"{major}.{minor}.{patch}{stage}{number + 1}"
+        return (
+            f"{major}.{minor}.{patch + 1}" if stage == "z" else f"{major}.{minor}.{patch}{stage}{number + 1}"
+        )
 
 
 def version_from_commit(tag: Tag | None, distance: int, commit: str, dirty: bool, fallback: str) -> str:
@@ -197,7 +199,9 @@ def _from_sdist(path: Path) -> SourceVersion | None:
     except (ValueError, KeyError, TypeError) as error:
         raise VersionError(f"{SDIST_FILE}: damaged ({error}); unpack the source distribution again") from None
     if not _VERSION.fullmatch(version):
-        raise VersionError(f"{SDIST_FILE}: {version!r} is not a version; unpack the source distribution again")
+        raise VersionError(
+            f"{SDIST_FILE}: {version!r} is not a version; unpack the source distribution again"
+        )
     return SourceVersion(version, epoch, commit, SDIST_FILE)
 
 
