@@ -949,7 +949,7 @@ def render(report: AuditReport) -> None:
     verdict = "passed" if report.ok else f"failed: {len(report.findings)} findings"
     if report.skipped:
         verdict += f"; could not run: {', '.join(result.name for result in report.skipped)}"
-    console.print(Text(f"{report.wheel}: {verdict}", style="green" if report.ok else "red"))
+    console.print(Text(f"{report.wheel}: {verdict}", style="green" if report.ok else "red"), soft_wrap=True)
 
 
 SHOWN = 12  # findings of one check in the table

@@ -19,6 +19,7 @@ import pytest
 
 from pelton_build import index
 from pelton_build.audit import AuditError
+from pelton_build.errors import BuildError
 from pelton_build.index import IndexBuildError, build_index, find_wheels, place_of, read_yanks
 from pelton_build.serve import serving
 from wheel_factory import WheelParts, labelled, make_wheel
@@ -326,6 +327,14 @@ def test_served_with_types_that_installers_ask_for(dist: Path, tmp_path: Path) -
             assert answer.url.endswith("/simple/pelton/")
         with opener.open(f"{url}/simple/pelton/index.json") as answer:
             assert answer.headers.get_content_type() == "application/vnd.pypi.simple.v1+json"
+
+
+def test_serving_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="not a folder"), serving(tmp_path / "none"):
+        pass
+    with serving(tmp_path) as url, pytest.raises(BuildError, match="cannot listen"):
+        with serving(tmp_path, int(url.rpartition(":")[2])):
+            pass
 
 
 def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
