@@ -157,6 +157,7 @@ class Package:
         environ = {**os.environ, "PYTHONPATH": str(self.folder.parent)}
         done = subprocess.run(
             [sys.executable, "-c", program],
+            check=False,
             env=environ,
             capture_output=True,
             text=True,

@@ -310,7 +310,7 @@ def test_a_damaged_source_distribution(tmp_path: Path, text: str) -> None:
     file = tmp_path / SDIST_FILE
     file.parent.mkdir(parents=True)
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(VersionError, match="_source.json"):
+    with pytest.raises(VersionError, match=r"_source\.json"):
         source_version(tmp_path, {}, SETTINGS)
 
 
