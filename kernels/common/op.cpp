@@ -2,28 +2,35 @@
 
 namespace pelton {
 
-Rows rows_of(const char* op, const char* name, const Tensor& t) {
+GroupedRows grouped_rows_of(const char* op, const char* name, const Tensor& t) {
   const int64_t dims = t.dim();
   PELTON_CHECK(dims >= 1, op, ": ", name, " must have at least one dimension");
   const int64_t width = t.size(dims - 1);
   PELTON_CHECK(width <= 1 || t.stride(dims - 1) == 1, op, ": ", name,
                "'s last dimension must be contiguous, its stride is ", t.stride(dims - 1));
-  int64_t count = 1, stride = width;
-  bool first = true;
+  if (t.numel() == 0) return {0, width, {1, width, width}};
+  // Level 0 holds the rows of a group, level 1 the groups; dimensions join a level from the inside out.
+  int64_t count[2] = {1, 1}, stride[2] = {width, width};
+  int level = 0;
   for (int64_t d = dims - 2; d >= 0; --d) {
-    const int64_t size = t.size(d);
-    if (size != 1 && count != 0) {
-      if (first) {
-        stride = t.stride(d);
-        first = false;
-      } else {
-        PELTON_CHECK(size == 0 || t.stride(d) == stride * count, op, ": ", name,
-                     "'s leading dimensions must collapse into rows of one stride; make it contiguous");
-      }
-    }
-    count *= size;
+    const int64_t size = t.size(d), step = t.stride(d);
+    if (size == 1) continue;
+    if (level == 0 && count[0] > 1 && step != stride[0] * count[0]) level = 1;
+    if (count[level] == 1) stride[level] = step;
+    PELTON_CHECK(step == stride[level] * count[level], op, ": ", name,
+                 "'s leading dimensions must collapse into rows of at most two strides, found shape ",
+                 shape_of(t), "; make it contiguous");
+    count[level] *= size;
   }
-  return {width == 0 ? 0 : count, width, stride};
+  return {count[0] * count[1], width, {count[0], stride[0], stride[1]}};
+}
+
+Rows rows_of(const char* op, const char* name, const Tensor& t) {
+  const GroupedRows rows = grouped_rows_of(op, name, t);
+  PELTON_CHECK(rows.count == 0 || rows.count == rows.layout.per_group, op, ": ", name,
+               "'s leading dimensions must collapse into rows of one stride, found shape ", shape_of(t),
+               "; make it contiguous");
+  return {rows.count, rows.width, rows.layout.stride};
 }
 
 std::string shape_of(const Tensor& t) {

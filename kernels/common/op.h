@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "dtype.h"
+#include "rows.h"
 
 namespace pelton {
 
@@ -68,6 +69,13 @@ struct Rows {
   int64_t count, width, stride;
 };
 Rows rows_of(const char* op, const char* name, const Tensor& t);
+
+// The same with two strides allowed, so that the heads of a qkv buffer are rows too.
+struct GroupedRows {
+  int64_t count, width;
+  RowLayout layout;
+};
+GroupedRows grouped_rows_of(const char* op, const char* name, const Tensor& t);
 
 // "[3, 0, 64]", for messages.
 std::string shape_of(const Tensor& t);

@@ -33,8 +33,8 @@ template <class T>
 void rms_norm_rows(const RmsNormArgs& a, int64_t first_row, int64_t last_row) {
   const T* weight = static_cast<const T*>(a.weight);
   for (int64_t row = first_row; row < last_row; ++row) {
-    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    T* out = static_cast<T*>(a.out) + row * a.out_stride;
+    const T* x = static_cast<const T*>(a.x) + a.x_rows.offset(row);
+    T* out = static_cast<T*>(a.out) + a.out_rows.offset(row);
     const auto load_x = [&](int64_t i, int n, auto full) { return load_step(x + i, n, full); };
     const Vec scale = Vec::set1(inverse_rms(a.width, a.eps, load_x));
     for_each_vector(a.width, [&](int64_t i, int n, auto full) {

@@ -3,14 +3,16 @@
 #include <cstdint>
 
 #include "../common/dtype.h"
+#include "../common/rows.h"
 
 namespace pelton {
 
 struct RmsNormArgs {
-  void* out;           // [rows, width], row stride out_stride
-  const void* x;       // [rows, width], row stride x_stride
+  void* out;           // [rows, width]
+  const void* x;       // [rows, width]
   const void* weight;  // [width]
-  int64_t width, x_stride, out_stride;
+  int64_t width;
+  RowLayout x_rows, out_rows;
   float eps;
   DType dtype;
 };

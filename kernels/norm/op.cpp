@@ -15,7 +15,7 @@ void check_weight(const char* op, const Tensor& x, const Tensor& weight) {
 }
 
 void rms_norm_cpu(Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
-  const Rows in = rows_of("rms_norm", "x", x), to = rows_of("rms_norm", "out", out);
+  const GroupedRows in = grouped_rows_of("rms_norm", "x", x), to = grouped_rows_of("rms_norm", "out", out);
   check_same_shape("rms_norm", "out", out, "x", x);
   check_same_dtype("rms_norm", x, out);
   check_weight("rms_norm", x, weight);
@@ -23,8 +23,8 @@ void rms_norm_cpu(Tensor& out, const Tensor& x, const Tensor& weight, double eps
                          x.const_data_ptr(),
                          weight.const_data_ptr(),
                          in.width,
-                         in.stride,
-                         to.stride,
+                         in.layout,
+                         to.layout,
                          float(eps),
                          dtype_of("rms_norm", x)};
   submit(

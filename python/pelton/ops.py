@@ -75,6 +75,8 @@ def rotary_embedding(
     [num_tokens]; ``cos_sin_cache`` float32 [max_position, rotary_dim], cosines in the first half of
     a row and sines in the second. The first ``rotary_dim`` elements of a head rotate, in pairs
     (i, i + rotary_dim / 2), or (2i, 2i + 1) when ``interleaved``.
+    Under torch.compile with Inductor and dynamic shapes give it tensors of their own: torch 2.13 makes
+    wrong code for slices of a view that an operator changes in place.
     Source: Su et al., "RoFormer", 2021; the first pairing is GPT-NeoX's.
     """
     _ops.rotary_embedding.default(query, key, positions, cos_sin_cache, interleaved)

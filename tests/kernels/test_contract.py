@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -89,34 +90,48 @@ def test_fake_kernels_check_shapes(call: object, message: str) -> None:
 
 
 def block(qkv: Tensor, residual: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor) -> Tensor:
+    query, key = qkv.view(-1, 4, 16)[:, :2], qkv.view(-1, 4, 16)[:, 2:]
+    ops.rotary_embedding(query, key, positions, cos_sin)  # two views of one tensor
+    return finish(qkv * 2, residual, weight)
+
+
+def block_of_own_tensors(
+    qkv: Tensor, residual: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor
+) -> Tensor:
     query, key = qkv.view(-1, 4, 16)[:, :2].clone(), qkv.view(-1, 4, 16)[:, 2:].clone()
     ops.rotary_embedding(query, key, positions, cos_sin)
-    x = torch.cat([query, key], dim=1).flatten(1) * 2
+    return finish(torch.cat([query, key], dim=1).flatten(1), residual, weight)
+
+
+def finish(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
     ops.fused_add_rms_norm(x, residual, weight, 1e-5)
     return ops.silu_and_mul(x) + 1
 
 
-def check_compiled(backend: str, dynamic: bool) -> None:
+def check_compiled(function: Callable[..., Tensor], backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
     cos_sin, weight = torch.rand(50, 16), torch.randn(64)
     for num_tokens in (3, 5):
-        qkv, residual = torch.randn(num_tokens, 64), torch.randn(num_tokens, 64)
-        want_residual = residual.clone()
-        positions = torch.arange(num_tokens)
-        want = block(qkv, want_residual, positions, cos_sin, weight)
-        got = compiled(qkv, residual, positions, cos_sin, weight)
+        plain = torch.randn(num_tokens, 64), torch.randn(num_tokens, 64), torch.arange(num_tokens)
+        traced = tuple(x.clone() for x in plain)
+        want = function(*plain, cos_sin, weight)
+        got = compiled(*traced, cos_sin, weight)
         torch.testing.assert_close(got, want)
-        torch.testing.assert_close(residual, want_residual)
+        torch.testing.assert_close(traced, plain)  # what they changed in place
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_in_one_graph(dynamic: bool) -> None:
-    check_compiled("aot_eager", dynamic)
+    check_compiled(block, "aot_eager", dynamic)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_with_inductor(dynamic: bool) -> None:
-    """Needs a C++ compiler."""
-    check_compiled("inductor", dynamic)
+    """Needs a C++ compiler.
+
+    Not with views: for a sliced view that an operator mutates, torch 2.13's Inductor makes wrong code when
+    shapes are dynamic (the graph it is given, as aot_eager runs it, is right).
+    """
+    check_compiled(block_of_own_tensors, "inductor", dynamic)

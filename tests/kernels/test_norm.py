@@ -57,6 +57,38 @@ def test_strided_rows(dtype: torch.dtype) -> None:
     assert gap.isnan().all(), "the gap between rows was written"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_heads_of_a_qkv_buffer(num_tokens: int, num_heads: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv, weight = torch.randn(num_tokens, 6, 20).to(dtype), torch.randn(20).to(dtype)
+    want = qkv.double()
+    want[:, 1 : 1 + num_heads] = reference(qkv[:, 1 : 1 + num_heads], weight)
+    before = qkv.clone()
+    heads = qkv[:, 1 : 1 + num_heads]
+    assert ops.rms_norm(heads, weight, EPS, out=heads) is heads
+    assert_rounded(qkv, want, rtol=2e-6)
+    assert torch.equal(qkv[:, 0], before[:, 0])
+    assert torch.equal(qkv[:, 1 + num_heads :], before[:, 1 + num_heads :])
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(4, 3, 16).transpose(0, 1),
+        torch.randn(2, 3, 5, 16)[:, :, :4],
+        torch.randn(4, 16).expand(3, 4, 16),
+        torch.randn(4, 1, 16).expand(4, 3, 16),
+        torch.randn(5, 1, 4, 1, 20)[::2, :, ::3, :, :16],
+    ],
+    ids=lambda x: f"{tuple(x.shape)} {x.stride()}",
+)
+def test_rows_of_two_strides(x: Tensor) -> None:
+    weight = torch.randn(16)
+    assert_rounded(ops.rms_norm(x, weight, EPS, out=torch.empty(x.shape)), reference(x, weight), rtol=2e-6)
+
+
 def test_one_row_for_all() -> None:
     row, weight = torch.randn(33), torch.randn(33)
     x = row.expand(6, 33)
@@ -181,8 +213,9 @@ X = torch.zeros(4, 16)
             "^rms_norm: x's last dimension must be contiguous, its stride is 4$",
         ),
         (
-            (torch.zeros(3, 4, 16), torch.zeros(4, 3, 16).transpose(0, 1), X[0]),
-            "^rms_norm: x's leading dimensions must collapse into rows of one stride",
+            (torch.zeros(2, 3, 4, 16), torch.zeros(4, 3, 2, 16).transpose(0, 2), X[0]),
+            r"^rms_norm: x's leading dimensions must collapse into rows of at most two strides, "
+            r"found shape \[2, 3, 4, 16\]; make it contiguous$",
         ),
         ((torch.tensor(1.0), torch.tensor(1.0), X[0]), "^rms_norm: x must have at least one dimension$"),
     ],

@@ -1,0 +1,14 @@
+// Where rows lie in memory, without torch.
+#pragma once
+#include <cstdint>
+
+namespace pelton {
+
+// Groups of rows: rows of a group are `stride` elements apart, groups `group_stride`.
+struct RowLayout {
+  int64_t per_group, stride, group_stride;
+
+  int64_t offset(int64_t row) const { return row / per_group * group_stride + row % per_group * stride; }
+};
+
+}  // namespace pelton
