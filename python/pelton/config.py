@@ -252,6 +252,11 @@ class EngineConfig:
     enforce_eager: bool = False
     progress: Callable[[int, int], None] | None = None
 
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """`kv_cache_memory` as a number of bytes."""
+        return None if self.kv_cache_memory is None else parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path) or not str(self.model):
             raise InvalidValueError(f"model must be a folder or a GGUF file, found {self.model!r}")

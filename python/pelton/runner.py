@@ -113,7 +113,7 @@ class Runner:
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            kv_cache_memory=config.kv_cache_memory,
+            kv_cache_memory=config.kv_cache_bytes,
             available=available - weight_bytes,
         )
         self.num_blocks = self.kv_plan.num_blocks

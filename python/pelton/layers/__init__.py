@@ -11,16 +11,18 @@ from .linear import Linear
 from .mlp import GatedMLP
 from .norm import HeadNorm, RMSNorm
 from .step import Step, Workspace
-from .weight import Weight
+from .weight import Layer, Weight, weights_of
 
 __all__ = [
     "Attention",
     "Embedding",
     "GatedMLP",
     "HeadNorm",
+    "Layer",
     "Linear",
     "RMSNorm",
     "Step",
     "Weight",
     "Workspace",
+    "weights_of",
 ]

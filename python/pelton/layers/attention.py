@@ -10,7 +10,7 @@ from ..config import ModelConfig
 from .linear import Linear
 from .norm import HeadNorm
 from .step import Step
-from .weight import Weight
+from .weight import Layer, Weight, weights_of
 
 __all__ = ["Attention"]
 
@@ -47,8 +47,8 @@ class Attention:
             self.k_norm = HeadNorm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps, dtype)
 
     def weights(self) -> dict[str, Weight]:
-        parts = [self.qkv_proj, self.o_proj, *(norm for norm in (self.q_norm, self.k_norm) if norm)]
-        return {name: weight for part in parts for name, weight in part.weights().items()}
+        norms: list[Layer] = [norm for norm in (self.q_norm, self.k_norm) if norm]
+        return weights_of([self.qkv_proj, self.o_proj, *norms])
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """``x`` [T, hidden_size], overwritten with the result."""

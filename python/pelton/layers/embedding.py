@@ -23,7 +23,7 @@ class Embedding:
         self.name = name
         self.shape = (vocab_size, hidden_size)
         self.dtype = dtype
-        self.weight: Tensor | None = None
+        self.weight: Tensor  # set when the weights are loaded
 
     def weights(self) -> dict[str, Weight]:
         return {f"{self.name}.weight": Weight(self.shape, self._load)}
@@ -33,5 +33,4 @@ class Embedding:
         source.load(out=self.weight)
 
     def __call__(self, ids: Tensor, out: Tensor) -> Tensor:
-        assert self.weight is not None, "weights were not loaded"
         return ops.embedding(ids, self.weight, out=out)

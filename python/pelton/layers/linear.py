@@ -34,7 +34,7 @@ class Linear:
         self.out_features = sum(parts.values())
         self.parts = dict(parts)
         self.dtype = dtype
-        self.packed_weight: Tensor | None = None
+        self.packed_weight: Tensor  # set when the weights are loaded
         self.bias: Tensor | None = None
         self._has_bias = bias
         self._plain: Tensor | None = None
@@ -71,7 +71,6 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """``x`` [T, in_features] -> `out` [T, out_features]."""
-        assert self.packed_weight is not None, "weights were not loaded"
         return ops.linear(x, self.packed_weight, self.bias, out_features=self.out_features, out=out)
 
 

@@ -24,7 +24,7 @@ class RMSNorm:
         self.size = size
         self.eps = eps
         self.dtype = dtype
-        self.weight: Tensor | None = None
+        self.weight: Tensor  # [size], set when the weights are loaded
 
     def weights(self) -> dict[str, Weight]:
         return {f"{self.name}.weight": Weight((self.size,), self._load)}

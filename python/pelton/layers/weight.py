@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ..loader import CheckpointTensor
 
-__all__ = ["Weight"]
+__all__ = ["Layer", "Weight", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -18,3 +18,14 @@ class Weight:
 
     shape: tuple[int, ...]
     load: Callable[[CheckpointTensor], None]
+
+
+class Layer(Protocol):
+    """Whatever has parameters."""
+
+    def weights(self) -> dict[str, Weight]: ...
+
+
+def weights_of(layers: Iterable[Layer]) -> dict[str, Weight]:
+    """The places of all `layers`, by Hugging Face name."""
+    return {name: weight for layer in layers for name, weight in layer.weights().items()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..layers import Attention, Embedding, GatedMLP, Linear, RMSNorm, Step, Weight
+from ..layers import Attention, Embedding, GatedMLP, Layer, Linear, RMSNorm, Step, Weight, weights_of
 from ..loader import CheckpointTensor
 from ..rope import cos_sin_table
 
@@ -35,8 +35,7 @@ class DecoderLayer:
         self.mlp = GatedMLP(config, f"{name}.mlp", dtype)
 
     def weights(self) -> dict[str, Weight]:
-        parts = (self.attention_norm, self.attention, self.mlp_norm, self.mlp)
-        return {name: weight for part in parts for name, weight in part.weights().items()}
+        return weights_of([self.attention_norm, self.attention, self.mlp_norm, self.mlp])
 
 
 class CausalLM:
@@ -57,8 +56,8 @@ class CausalLM:
 
     def weights(self) -> dict[str, Weight]:
         """Where each tensor of a checkpoint goes, by Hugging Face name."""
-        parts = [self.embed_tokens, *self.layers, self.norm, *([] if self.tied else [self.lm_head])]
-        places = {name: weight for part in parts for name, weight in part.weights().items()}
+        parts: list[Layer] = [self.embed_tokens, *self.layers, self.norm]
+        places = weights_of(parts if self.tied else [*parts, self.lm_head])
         if self.tied:
             embedding = places["model.embed_tokens.weight"]
 
@@ -70,16 +69,12 @@ class CausalLM:
         return places
 
     def __call__(self, step: Step) -> Tensor:
-        """Logits [rows, vocab_size] of the rows that the step asks for, in memory of the workspace."""
+        """Logits [rows, vocab_size] of the rows that the step asks for."""
         size = self.config.hidden_size
         residual = self.embed_tokens(step.ids, step.buffer("residual", size))
         x = step.buffer("hidden", size)
-        for layer in self.layers:
-            x = (
-                layer.attention_norm(residual, x)
-                if layer is self.layers[0]
-                else layer.attention_norm.add(x, residual)
-            )
+        for index, layer in enumerate(self.layers):
+            x = layer.attention_norm.add(x, residual) if index else layer.attention_norm(residual, x)
             x = layer.attention(x, step)
             x = layer.mlp_norm.add(x, residual)
             x = layer.mlp(x, step)
