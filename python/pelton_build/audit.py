@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import csv
 import email.message
 import email.parser
@@ -837,44 +838,36 @@ def cpu_features(code: Iterable[Code]) -> dict[str, tuple[int, str]]:
 
 @check("paths", "no path of the build machine and no user name in any file")
 def check_paths(wheel: OpenedWheel) -> Iterator[Finding]:
-    private = private_strings()
+    private = private_patterns()
     for name in wheel.files():
         data = wheel.read(name)
-        for text in sorted(private):
-            if text.encode() in data:
-                yield Finding("paths", name, repr(text), "no path or name of the machine that built it")
-        is_text = PurePosixPath(name).suffix in (".py", ".pyi", ".md", ".txt", ".toml") or name.endswith(
-            "METADATA"
-        )
-        pattern = _HOME_PATH if is_text else _BUILD_PATH
-        for match in {m[0] for m in pattern.finditer(data)}:
-            yield Finding("paths", name, repr(match.decode(errors="replace")), "no absolute path")
+        suffixes = (".py", ".pyi", ".md", ".txt", ".toml")
+        is_text = PurePosixPath(name).suffix in suffixes or name.endswith("METADATA")
+        patterns = (*private, _HOME_PATH if is_text else _BUILD_PATH)
+        for found in sorted({match[0] for pattern in patterns for match in pattern.finditer(data)}):
+            needed = "no path or name of the machine that built it"
+            yield Finding("paths", name, repr(found.decode(errors="replace")), needed)
 
 
-_HOME_PATH = re.compile(rb"/(?:home|Users|root)/[\w.@+-][^\s\"'`:;,()<>\x00-\x1f]{1,200}")
+# Where a path of its own begins: not inside of a longer one (a home /build is no reason to refuse tests/build), but
+# behind an option of the compiler.
+_BEGIN = rb"(?:(?<![\w.~-])|(?<=-[IL]))"
+_HOME_PATH = re.compile(_BEGIN + rb"/(?:home|Users|root)/[\w.@+-][^\s\"'`:;,()<>\x00-\x1f]{1,200}")
 _BUILD_PATH = re.compile(
-    rb"(?<![\w.~-])/(?:home|Users|root|tmp|var/tmp|var/folders|work|workspace|builds?|src|mnt|srv|opt|io|project"
+    _BEGIN + rb"/(?:home|Users|root|tmp|var/tmp|var/folders|work|workspace|builds?|src|mnt|srv|opt|io|project"
     rb"|github|__w|private|data|usr/src|usr/local|usr/include|usr/lib/gcc)/[^\s\"'\x00-\x1f\x7f-\xff]{2,200}"
 )
 
 
-def private_strings() -> frozenset[str]:
-    """Paths and names of this machine that must not be in a wheel: checkout, home, temporary folder, user."""
-    checkout = Path(__file__).resolve().parents[2]
-    texts = {
-        str(checkout),
-        str(Path.cwd()),
-        environment().get("PWD", ""),
-        str(Path.home()),
-        tempfile.gettempdir(),
-    }
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError):
-        user = ""
-    texts |= {f"/{user}/", f"{user}@"} if user else set()
-    # A root of two letters or a folder such as /root would be found everywhere; the patterns cover those.
-    return frozenset(text for text in texts if len(text) > 5 and text not in ("/root/", "root@"))
+def private_patterns() -> tuple[re.Pattern[bytes], ...]:
+    """What names this machine: its checkout, home and temporary folder, and absolute paths with the user's name."""
+    checkout = str(Path(__file__).resolve().parents[2])
+    paths = {checkout, str(Path.cwd()), environment().get("PWD", ""), str(Path.home()), tempfile.gettempdir()}
+    # Folders of one short name, such as /tmp and /root, stand in many harmless texts; the patterns above know them.
+    patterns = [_BEGIN + re.escape(path.encode()) + rb"(?![\w-])" for path in sorted(paths) if len(path) > 5]
+    with contextlib.suppress(OSError, KeyError):  # a user without a name
+        patterns.append(_BEGIN + rb"(?:/[\w.+@-]+)*/" + re.escape(getpass.getuser().encode()) + rb"/")
+    return tuple(map(re.compile, patterns))
 
 
 @check("size", "the file is within the profile's size budget")

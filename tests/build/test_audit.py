@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import struct
 import subprocess
@@ -170,6 +171,10 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "home folder in a text": (lambda: GOOD.but(files={INIT: b"# see /home/ada/notes.txt\n"}), "paths", INIT, "/home/ada/notes.txt"),
     "build folder in the library": (
         lambda: spoiled_library(source=LIBRARY + 'const char *f(void) { return "/builds/team/kernels/norm/cpu.cpp"; }'), "paths", LIBRARY_NAME, "/builds/team"),
+    "include folder among the compiler's options": (
+        lambda: spoiled_library(source=LIBRARY + 'const char *f(void) { return "gcc -O2 -I/builds/team/include"; }'), "paths", LIBRARY_NAME, "/builds/team"),
+    "user's name in a path": (
+        lambda: GOOD.but(files={INIT: f"# /scratch/{getpass.getuser()}/x.py\n".encode()}), "paths", INIT, f"/scratch/{getpass.getuser()}/"),
     "temporary folder in the build info": (
         lambda: GOOD.with_info(torch="/tmp/pip-build-env-x/overlay"), "paths", "_build_info.json", "/tmp/pip-build-env-x"),
     "over the budget": (lambda: GOOD.with_info(size_budget=1000), "size", ".whl", "bytes"),
@@ -195,6 +200,11 @@ def test_good_wheel_passes(tmp_path: Path) -> None:
 def test_good_avx512_wheel_passes(tmp_path: Path) -> None:
     parts = labelled("cpu-avx512", "cpu.avx512", archs=("x86-64-v4",))
     assert audit_wheel(make_wheel(tmp_path, parts)).findings == ()
+
+
+def test_paths_that_are_nobodys_are_allowed(tmp_path: Path) -> None:
+    text = b"# see tests/build/x.py, kernels/norm/cpu.cpp, /proc/cpuinfo, /p/<profile>/simple/ and https://a.example/home/x\n"
+    assert audit_wheel(make_wheel(tmp_path, GOOD.but(files={INIT: text})), only={"paths"}).findings == ()
 
 
 def test_dirty_mark_after_the_label_is_allowed(tmp_path: Path) -> None:
@@ -224,7 +234,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], Path], str]] = {
     "absolute path": (lambda folder: make_wheel(folder, GOOD.but(files={"/etc/x": b""})), "absolute path"),
     "backslash": (lambda folder: make_wheel(folder, GOOD.but(files={"pelton\\x": b""})), "backslash"),
     "zip bomb": (lambda folder: make_wheel(folder, GOOD.but(files={"pelton/x": bytes(100 << 20)})), "1000:1"),
-    "damaged member": (lambda folder: _damaged(folder), "pelton/__init__.py"),
+    "damaged member": (lambda folder: _damaged(folder), "pelton/__init__.py"),  # noqa: PLW0108
     "no build info": (lambda folder: make_wheel(folder, GOOD.but(without=("pelton/_build_info.json",))), "_build_info.json"),
     "build info without a key": (lambda folder: make_wheel(folder, GOOD.but(info={**INFO, "glibc": 2.28})), "'glibc'"),
     "build info that is no JSON": (
