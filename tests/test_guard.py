@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pelton import guard
 from pelton.errors import HardwareMismatch, InvalidValueError
 from pelton.guard import LEVELS, Machine, described_machine, find_mismatch, level_features

@@ -263,7 +263,8 @@ def described_machine(path: Path, real: Machine) -> Machine:
         if key not in _HOST_KEYS:
             raise wrong(f"unknown key {key!r}{did_you_mean(key, _HOST_KEYS)}; known: {', '.join(_HOST_KEYS)}")
     changes: dict[str, Any] = {key: text(data, key) for key in ("system", "machine") if key in data}
-    changes |= {key: text(data, key) or None for key in ("glibc", "torch") if key in data}  # empty: there is none
+    # An empty text says that there is none.
+    changes |= {key: text(data, key) or None for key in ("glibc", "torch") if key in data}
     machine = replace(real, **changes)
     cpu = data.get("cpu", {})
     if not isinstance(cpu, dict):
