@@ -45,12 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
     try:
         args = _parser().parse_args(argv)
-    except SystemExit as exit_:  # --help and wrong usage
-        return exit_.code if isinstance(exit_.code, int) else 2
-    try:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
+    except SystemExit as exit_:  # --help and wrong usage
+        return exit_.code if isinstance(exit_.code, int) else 2
     except PeltonError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -198,7 +197,7 @@ def _generate(args: argparse.Namespace) -> int:
     options = {name: value for name, _, _ in _ENGINE if (value := getattr(args, name)) is not None}
     from .sampling import SamplingParams
 
-    SamplingParams(**given)  # a wrong value is found before the model is loaded
+    SamplingParams(**{"max_tokens": None, **given})  # a wrong value is found before the model is loaded
     text = _prompt_text(args)
 
     start = time.perf_counter()
@@ -379,10 +378,6 @@ def _collect_info() -> dict[str, Any]:
 
 
 def _print_info(info: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     build, machine, host = info["build"], info["machine"], info["host_module"]
     on = [name for name, value in build.get("features", {}).items() if value]
     toolchain = ", ".join(f"{name} {value}" for name, value in build.get("toolchain", {}).items())
@@ -405,13 +400,20 @@ def _print_info(info: dict[str, Any]) -> None:
         ("not enabled", " ".join(machine["cpu_flags_off"])),
         ("system", f"{machine['system']} {machine['machine']}, glibc {machine['glibc'] or 'none'}"),
     ]
+    rows = [(name, str(value)) for name, value in rows if value]
+    if not sys.stdout.isatty():  # a log or a program: one line each, not folded
+        print("\n".join(f"{name:<18} {value}" for name, value in rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        if value:
-            table.add_row(name, Text(str(value)))
-    Console(soft_wrap=False).print(table)
+        table.add_row(name, Text(value))
+    Console().print(table)
 
 
 COMMANDS: tuple[Command, ...] = (

@@ -69,9 +69,7 @@ _TEKKEN = (_cased("", r"\p{N}"),)
 #: name in `tokenizer.ggml.pre` -> the patterns that split text
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _PLAIN,
-    **dict.fromkeys(
-        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), (_GPT2,)
-    ),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
     ),

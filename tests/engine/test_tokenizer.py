@@ -133,7 +133,7 @@ def test_a_missing_tokenizer_mentions_skip_tokenizer_init(tmp_path):
 
 @pytest.fixture(scope="module")
 def auto_tokenizer() -> Any:
-    return pytest.importorskip("transformers").AutoTokenizer
+    return pytest.importorskip("transformers", minversion="5").AutoTokenizer
 
 
 def sentencepiece_backend(tmp_path: Path) -> Backend:
