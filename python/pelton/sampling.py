@@ -397,7 +397,11 @@ class Sampler:
 
         wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = _rows(logits, wanted) if wanted else None
-        if raw is logits and (any(unfinished_minimum) or any(p.changes_logits for p in params)):
+        if (
+            raw is not None
+            and raw is logits
+            and (any(unfinished_minimum) or any(p.changes_logits for p in params))
+        ):
             raw = logits.clone()
         self._adjust(logits, requests, unfinished_minimum)
 

@@ -332,9 +332,12 @@ def test_served_with_types_that_installers_ask_for(dist: Path, tmp_path: Path) -
 def test_serving_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="not a folder"), serving(tmp_path / "none"):
         pass
-    with serving(tmp_path) as url, pytest.raises(BuildError, match="cannot listen"):
-        with serving(tmp_path, int(url.rpartition(":")[2])):
-            pass
+    with (
+        serving(tmp_path) as url,
+        pytest.raises(BuildError, match="cannot listen"),
+        serving(tmp_path, int(url.rpartition(":")[2])),
+    ):
+        pass
 
 
 def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
