@@ -357,7 +357,8 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("mypy", "--strict", "-p", "pelton_build")
     session.run("mypy", "-p", "pelton")  # torch is not installed here: its names are taken as they come
-    sources = [p for kind in ("h", "cpp", "cu", "cuh") for p in sorted((ROOT / "kernels").rglob(f"*.{kind}"))]
+    suffixes = (".h", ".cpp", ".cu", ".cuh")
+    sources = sorted(p.relative_to(ROOT) for p in ROOT.glob("kernels/**/*") if p.suffix in suffixes)
     session.run("clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *map(str, sources))
     session.run("pre-commit", "validate-config", ".pre-commit-config.yaml")
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/ci.yml")
