@@ -16,14 +16,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from . import cmake, glibc
 from .errors import BuildError, ChoiceError
@@ -50,6 +54,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 LEAST_SPACE = Size.parse("64 MiB")
 """Free space below which a build is not begun, and a failed one is put down to it."""
 
@@ -57,21 +64,49 @@ LEAST_SPACE = Size.parse("64 MiB")
 _ISOLATED = ("pip-build-env-", "builds-v0", "build-env-")
 
 
+def _utf8(hook: Callable[P, T]) -> Callable[P, T]:
+    """The hook, run by a Python that takes file names for UTF-8.
+
+    In an ASCII locale Python may not, and then no file that names a folder with other letters in it can be written.
+    The mode is set when Python starts, so the hook gets a process of its own where it is needed.
+    """
+
+    @functools.wraps(hook)
+    def run(*arguments: P.args, **named: P.kwargs) -> T:
+        if sys.getfilesystemencoding() == "utf-8":
+            return hook(*arguments, **named)
+        with tempfile.TemporaryDirectory(prefix="pelton-") as folder:
+            answer = Path(folder) / "answer.json"
+            call = json.dumps([hook.__name__, arguments, named, str(answer)])
+            path = os.pathsep.join(dict.fromkeys(entry for entry in sys.path if entry))
+            environ = {**environment(), "PYTHONUTF8": "1", "PYTHONPATH": path}
+            command = [sys.executable, "-X", "utf8", "-m", __name__, call]
+            if subprocess.run(command, env=environ, check=False).returncode != 0:
+                raise SystemExit(1)
+            result: T = json.loads(answer.read_text(encoding="ascii"))
+            return result
+
+    return run
+
+
 # --- the hooks --------------------------------------------------------------------------------------------------------
 
 
+@_utf8
 def get_requires_for_build_wheel(config_settings: ConfigSettings | None = None) -> list[str]:
     """What to install before a wheel is built."""
     with _messages():
         return _requires("wheel", config_settings)
 
 
+@_utf8
 def get_requires_for_build_editable(config_settings: ConfigSettings | None = None) -> list[str]:
     """What to install before an editable wheel is built."""
     with _messages():
         return _requires("editable", config_settings)
 
 
+@_utf8
 def get_requires_for_build_sdist(config_settings: ConfigSettings | None = None) -> list[str]:
     """What to install before a source distribution is made."""
     with _messages():
@@ -81,6 +116,7 @@ def get_requires_for_build_sdist(config_settings: ConfigSettings | None = None) 
             return requires
 
 
+@_utf8
 def prepare_metadata_for_build_wheel(
     metadata_directory: str, config_settings: ConfigSettings | None = None
 ) -> str:
@@ -89,6 +125,7 @@ def prepare_metadata_for_build_wheel(
         return _prepare("wheel", metadata_directory, config_settings)
 
 
+@_utf8
 def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: ConfigSettings | None = None
 ) -> str:
@@ -97,6 +134,7 @@ def prepare_metadata_for_build_editable(
         return _prepare("editable", metadata_directory, config_settings)
 
 
+@_utf8
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
 ) -> str:
@@ -105,6 +143,7 @@ def build_wheel(
         return _build("wheel", wheel_directory, config_settings, metadata_directory)
 
 
+@_utf8
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings | None = None, metadata_directory: str | None = None
 ) -> str:
@@ -113,6 +152,7 @@ def build_editable(
         return _build("editable", wheel_directory, config_settings, metadata_directory)
 
 
+@_utf8
 def build_sdist(sdist_directory: str, config_settings: ConfigSettings | None = None) -> str:
     """Make the source distribution, which has no label; returns its file name."""
     with _messages():
@@ -317,3 +357,18 @@ def _alone(build_dir: Path) -> Iterator[None]:
             sys.stderr.write(f"waiting for another build in {build_dir}\n")
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+def _answer(call: str) -> None:
+    """The other half of `_utf8`."""
+
+    def text(value: Any) -> Any:
+        return os.fsdecode(os.fsencode(value)) if isinstance(value, str) else value
+
+    name, arguments, named, answer = json.loads(call)
+    result = globals()[name](*map(text, arguments), **{key: text(value) for key, value in named.items()})
+    Path(text(answer)).write_text(json.dumps(result), encoding="ascii")
+
+
+if __name__ == "__main__":
+    _answer(sys.argv[1])

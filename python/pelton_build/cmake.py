@@ -183,6 +183,7 @@ def variables(
 ) -> dict[str, str]:
     """The variables that `cmake/*.cmake` read, by name without `PELTON_PLAN_`, each as a quoted CMake argument.
 
+    STATE: as in the request.
     PACKAGE, LIBRARY, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
     GLIBC_FLOOR: glibc to link for; empty to link as usual.
     TORCH_INCLUDE, PYBIND11_INCLUDE: folders of headers.
@@ -202,6 +203,7 @@ def variables(
     hidden += [f"{python.include}=python{python.version}" for python in pythons]
     package = build_dir / plan.package
     found: dict[str, str | Iterable[str]] = {
+        "STATE": request.state,
         "PACKAGE": plan.package,
         "LIBRARY": plan.library,
         "CXX_STANDARD": str(plan.cxx_standard),

@@ -1,0 +1,355 @@
+"""Real builds of a small copy of the project: same bytes anywhere, interruptions, source distributions, rebuilds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("scikit_build_core", "pybind11", "ziglang", "torch")
+MISSING = [name for name in TOOLS if importlib.util.find_spec(name) is None]
+MISSING += [name for name in ("g++", "git") if shutil.which(name) is None]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+]
+
+HOOK = (
+    "import json, sys; sys.path.insert(0, 'python'); from pelton_build import backend; "
+    "print(json.dumps(getattr(backend, sys.argv[1])(*json.loads(sys.argv[2]))))"
+)
+SWITCHES = ("CMAKE_", "MAX_JOBS", "PELTON_", "SKBUILD", "USE_FAST_MATH", "SOURCE_DATE_EPOCH", "GIT_")
+PROFILE = {"profile": "cpu-avx2"}
+COPIED = ("CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml", ".gitignore", "build_profiles", "cmake", "kernels", "python", "noxfile.py")  # fmt: skip
+FAMILIES = ("common", "norm")
+
+
+class Project:
+    """A copy of the project with two families of kernels and no host extension, in git, tagged v0.3.0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", "_source.json")
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=ignored)
+            else:
+                shutil.copyfile(source, folder / name)
+        table = folder / "kernels" / "kernels.toml"
+        parts = re.split(r"(?m)^(?=\[family\.)", table.read_text(encoding="utf-8"))
+        kept = [part for part in parts[1:] if part.startswith(tuple(f"[family.{name}]" for name in FAMILIES))]
+        table.write_text("".join([parts[0], *kept]), encoding="utf-8")
+        self.git("init", "-q")
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "all")
+        self.git("tag", "v0.3.0")
+
+    def git(self, *arguments: str) -> None:
+        environ = {
+            **os.environ,
+            "GIT_AUTHOR_DATE": "2026-05-01T12:00:00Z",
+            "GIT_COMMITTER_DATE": "2026-05-01T12:00:00Z",
+        }
+        options = (
+            "-c",
+            "user.name=T",
+            "-c",
+            "user.email=t@example.org",
+            "-c",
+            "commit.gpgsign=false",
+            "-c",
+            "core.autocrlf=false",
+        )
+        subprocess.run(["git", *options, *arguments], cwd=self.folder, env=environ, check=True)
+
+    def copy(self, folder: Path) -> Project:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "clone", "-q", str(self.folder), str(folder)], check=True)
+        made = object.__new__(Project)
+        made.folder = folder
+        return made
+
+    def start(self, name: str, *arguments: object, **environ: str) -> subprocess.Popen[str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(SWITCHES)}
+        return subprocess.Popen(
+            [sys.executable, "-c", HOOK, name, json.dumps(arguments)],
+            cwd=self.folder,
+            env={**clean, "MAX_JOBS": "2", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def build(self, name: str, *arguments: object, **environ: str) -> str:
+        """Run a hook to its end; returns its answer."""
+        process = self.start(name, *arguments, **environ)
+        said, _ = process.communicate()
+        assert process.returncode == 0, said[-6000:]
+        return str(json.loads(said.strip().splitlines()[-1]))
+
+    def wheel(self, out: Path, **environ: str) -> Path:
+        return out / self.build("build_wheel", str(out), PROFILE, **environ)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return Project(tmp_path_factory.mktemp("plain") / "project")
+
+
+@pytest.fixture(scope="module")
+def wheel(project: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return project.wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_name_and_content(wheel: Path) -> None:
+    assert wheel.name == "pelton-0.3.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl"
+    assert wheel.stat().st_size < 5 << 20
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        info = json.loads(archive.read("pelton/_build_info.json"))
+        modes = {member.external_attr >> 16 & 0o777 for member in archive.infolist()}
+    assert {"pelton/libpelton.so", "pelton/_built.py", "pelton/__init__.py"} <= set(names)
+    assert not [name for name in names if "pelton_build" in name or "test" in name or "_host." in name]
+    assert modes <= {0o644, 0o755}
+    assert info["version"] == "0.3.0+cpu.avx2"
+    assert info["state"] == "wheel"
+
+
+def test_the_glibc_floor_is_real(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        library = Path(archive.extract("pelton/libpelton.so", tmp_path))
+    symbols = subprocess.run(
+        ["objdump", "-T", str(library)], check=True, capture_output=True, text=True
+    ).stdout
+    versions = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([0-9.]+)", symbols)}
+    assert versions
+    assert max(versions) <= (2, 28)
+    assert "GLIBCXX" not in symbols
+    header = subprocess.run(
+        ["readelf", "-d", str(library)], check=True, capture_output=True, text=True
+    ).stdout
+    needed = set(re.findall(r"NEEDED.*\[(.+)\]", header))
+    allowed = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libgcc_s.so.1", "libtorch_cpu.so"}  # fmt: skip
+    assert needed <= allowed
+    assert "libtorch_cpu.so" in needed
+    assert "RPATH" not in header
+    assert "RUNPATH" not in header
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    old = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(old)
+
+
+def test_odd_surroundings_make_the_same_bytes(project: Project, wheel: Path, tmp_path: Path) -> None:
+    with umask(0o077):
+        odd = project.copy(tmp_path / "Größe & co's (1)" / "src")
+        temporary, home = odd.folder / "a b", tmp_path / "other home"
+        temporary.mkdir()
+        home.mkdir()
+        environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "TMPDIR": str(temporary), "HOME": str(home)}
+        made = odd.wheel(tmp_path / "out 1", **environ)
+    assert digest(made) == digest(wheel)
+    assert made.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_symlinked_checkout_makes_the_same_bytes(project: Project, wheel: Path, tmp_path: Path) -> None:
+    real = project.copy(tmp_path / "real-folder")
+    link = tmp_path / "link-to-it"
+    link.symlink_to(real.folder)
+    real.folder = link
+    with umask(0o000):
+        made = real.wheel(tmp_path / "out", PWD=str(link))
+    assert digest(made) == digest(wheel)
+    with zipfile.ZipFile(made) as archive:
+        for name in archive.namelist():
+            content = archive.read(name)
+            for private in (
+                b"real-folder",
+                b"link-to-it",
+                str(tmp_path).encode(),
+                str(Path(sys.prefix)).encode(),
+            ):
+                assert private not in content, name
+
+
+def test_a_dirty_tree_makes_the_same_bytes_whenever_it_is_built(project: Project, tmp_path: Path) -> None:
+    dirty = project.copy(tmp_path / "dirty")
+    with (dirty.folder / "README.md").open("a", encoding="utf-8") as stream:
+        stream.write("x\n")
+    first = dirty.wheel(tmp_path / "o1")
+    for path in dirty.folder.rglob("*"):
+        if path.is_file() and ".git" not in path.parts:
+            os.utime(path, (1_900_000_000, 1_900_000_000))
+    second = dirty.wheel(tmp_path / "o2")
+    assert first.name == second.name
+    assert digest(first) == digest(second)
+    assert re.fullmatch(r"pelton-0\.3\.1\.dev0\+cpu\.avx2\.g[0-9a-f]{10}\.dirty-.*", first.name)
+
+
+def test_through_the_source_distribution(project: Project, wheel: Path, tmp_path: Path) -> None:
+    with umask(0o077):
+        name = project.build("build_sdist", str(tmp_path), {})
+        again = project.build("build_sdist", str(tmp_path / "again"), {})
+    assert name == again == "pelton-0.3.0.tar.gz"
+    assert digest(tmp_path / name) == digest(tmp_path / "again" / again)
+    with tarfile.open(tmp_path / name) as archive:
+        assert {member.mode for member in archive.getmembers() if member.isfile()} <= {0o644, 0o755}
+        assert {member.uid for member in archive.getmembers()} == {0}
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    unpacked = object.__new__(Project)
+    unpacked.folder = tmp_path / "unpacked" / "pelton-0.3.0"
+    for needed in (
+        "noxfile.py",
+        "README.md",
+        "LICENSE",
+        "cmake/PeltonPlan.cmake",
+        "kernels/kernels.toml",
+        "build_profiles/cpu-avx2.toml",
+        "python/pelton_build/backend.py",
+    ):
+        assert (unpacked.folder / needed).is_file(), needed
+    made = unpacked.wheel(tmp_path / "out")
+    assert made.name == wheel.name
+    assert digest(made) == digest(wheel)
+
+
+def test_the_build_after_an_interrupted_one(project: Project, wheel: Path, tmp_path: Path) -> None:
+    copy = project.copy(tmp_path / "interrupted")
+    folder = copy.folder / "build" / "cpu-avx2" / "wheel"
+    out = tmp_path / "out"
+    process = copy.start("build_wheel", str(out), PROFILE)
+    deadline = time.monotonic() + 300
+    while not list(folder.rglob("*.o")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert list(out.glob("*.whl")) == []
+    for path in [
+        *folder.rglob("*.o"),
+        folder / "CMakeCache.txt",
+        folder / "pelton_plan.cmake",
+        folder / ".ninja_deps",
+    ]:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if path.exists() else b"")
+    assert digest(copy.wheel(out)) == digest(wheel)
+
+
+def test_a_full_device(project: Project, tmp_path: Path) -> None:
+    """Without a small device at hand, the limit is what is raised."""
+    copy = project.copy(tmp_path / "full")
+    file = copy.folder / "python" / "pelton_build" / "backend.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('Size.parse("64 MiB")', 'Size.parse("900 TiB")'), encoding="utf-8")
+    process = copy.start("build_wheel", str(tmp_path / "out"), PROFILE)
+    said, _ = process.communicate()
+    assert process.returncode == 1
+    assert [line for line in said.splitlines() if line.startswith("error: no space left")]
+    assert "Traceback" not in said
+    assert list(tmp_path.glob("out/*")) == []
+
+
+class Editable:
+    """An editable installation of a project in a folder of its own."""
+
+    def __init__(self, project: Project, folder: Path) -> None:
+        self.project, self.site = project, folder
+        name = project.build(
+            "build_editable", str(folder / "wheels"), {**PROFILE, "editable.rebuild": "true"}
+        )
+        with zipfile.ZipFile(folder / "wheels" / name) as archive:
+            archive.extractall(folder)
+
+    def run(self, program: str) -> subprocess.CompletedProcess[str]:
+        preface = (
+            "import site, sys\n"
+            "sys.modules.pop('_editable_skbc_pelton', None)  # of an installation in this environment\n"
+            "sys.meta_path[:] = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
+            f"site.addsitedir({str(self.site)!r})\n"
+        )
+        tools = str(Path(sys.executable).parent)
+        return subprocess.run(
+            [sys.executable, "-c", preface + program],
+            cwd=self.site,
+            env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def library(self) -> str:
+        """The library's digest after an import."""
+        done = self.run(
+            "import pelton\nfrom pelton import build_info\nprint(build_info.find_file('libpelton.so'))"
+        )
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert len(lines) == 1, "the rebuild wrote into the program's output"
+        return digest(Path(lines[0]))
+
+
+def test_an_editable_installation_follows_its_sources(project: Project, tmp_path: Path) -> None:
+    copy = project.copy(tmp_path / "editable")
+    installed = Editable(copy, tmp_path / "site")
+    before = installed.library()
+    assert installed.library() == before
+
+    kernel = copy.folder / "kernels" / "norm" / "cpu.cpp"
+    with kernel.open("a", encoding="utf-8") as stream:
+        stream.write(
+            'extern "C" __attribute__((visibility("default"))) int pelton_test_mark() { return 7; }\n'
+        )
+    touched = installed.library()
+    assert touched != before, "a kernel was changed"
+
+    profile = copy.folder / "build_profiles" / "cpu-avx2.toml"
+    original = profile.read_text(encoding="utf-8")
+    profile.write_text(original.replace("x86-64-v3", "x86-64-v4"), encoding="utf-8")
+    wide = installed.library()
+    assert wide != touched, "the profile was changed"
+    profile.write_text(original, encoding="utf-8")
+    assert installed.library() == touched
+
+    table = copy.folder / "kernels" / "kernels.toml"
+    table.write_text(
+        table.read_text(encoding="utf-8")
+        .replace('torch = "2.10"', 'torch = "2.10"\ncxx-standard = 23')
+        .replace("cxx-standard = 20\n", ""),
+        encoding="utf-8",
+    )
+    done = installed.run("import pelton; print(pelton.build_info.plan['cxx_standard'])")
+    assert done.stdout == "23\n", done.stderr
+
+    profile.write_text(original.replace("[target]", "[taregt]"), encoding="utf-8")
+    done = installed.run("import pelton")
+    assert done.returncode == 1
+    assert "LibraryError: this editable installation of pelton could not be rebuilt" in done.stderr
+    assert "taregt" in done.stdout + done.stderr
