@@ -385,7 +385,7 @@ class GgufTensor:
             out.copy_(values[_half_order(cols, self.permuted_heads)])
             return out
         order = _half_order(num_rows, self.permuted_heads) if self.permuted_heads else None
-        flat = out.view(num_rows, cols) if out.is_contiguous() else out.reshape(num_rows, cols)
+        flat = out.view(num_rows, cols)
         step = max(1, CHUNK_ELEMENTS // cols)
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
@@ -395,8 +395,6 @@ class GgufTensor:
                 _decode_blocks(self.type, block, target)
             else:
                 target.copy_(self._decode(block))
-        if flat.data_ptr() != out.data_ptr():  # reshape had to copy
-            out.copy_(flat.view(self.shape))
         return out
 
     def _decode(self, raw: torch.Tensor) -> torch.Tensor:

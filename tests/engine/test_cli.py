@@ -120,6 +120,14 @@ def test_the_last_line_is_ended_once(fake, capsys, texts, expected):
     assert capsys.readouterr().out == expected
 
 
+def test_a_terminal_that_cannot_show_a_character(fake, monkeypatch):
+    fake.texts = ("caf\u00e9",)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["generate", "--model", "m", "--prompt", "x"]) == 0
+    assert out.buffer.getvalue() == b"caf?\n"  # type: ignore[attr-defined]
+
+
 def test_sampling_options_replace_the_models_own(fake):
     options = ["--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3", "--ignore-eos"]
     assert (

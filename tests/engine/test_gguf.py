@@ -303,8 +303,13 @@ def test_the_usual_llama3_numbers_come_back_exactly(tmp_path):
     }
 
 
-def test_other_factors_are_handed_on(tmp_path):
-    factors = [1.0 + i % 3 for i in range(16)]
+NEARLY = llama3_factors(10000.0, 32, 8.0, 1.0, 4.0, 2048)
+NEARLY[9] *= 1.01
+
+
+@pytest.mark.parametrize("factors", [[1.0 + i % 3 for i in range(16)], [1.0] * 16, [2.0] * 16, NEARLY])
+def test_other_factors_are_handed_on(tmp_path, factors):
+    factors = np.array(factors, np.float32).tolist()
     tensors = factory.model_tensors() | {"rope_freqs.weight": np.array(factors, np.float32)}
     scaling = config(tmp_path, tensors=tensors)["rope_scaling"]
     assert scaling["rope_type"] == "longrope"
