@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -269,7 +270,8 @@ def environment() -> dict[str, Any]:
         try:
             versions[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "missing"
+            # a source tree on the path is there, too, without metadata
+            versions[name] = "source tree" if importlib.util.find_spec(package) else "missing"
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": model,
