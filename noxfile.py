@@ -345,7 +345,7 @@ def tests(session: nox.Session) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (path / "pelton_build").symlink_to(ROOT / "python" / "pelton_build")
-    session.run("python", "-m", "pytest", *(session.posargs or ["tests"]), env={"PYTHONPATH": str(path)})
+    session.run("python", "-m", "pytest", "-rs", *(session.posargs or ["tests"]), env={"PYTHONPATH": str(path)})
 
 
 @nox.session(tags=["check"])
