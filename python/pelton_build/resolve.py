@@ -108,7 +108,7 @@ def resolve(
         excluded=tuple(excluded),
         tools=tuple(tools),
         torch=torch,
-        host_pythons=toolchain.pythons,
+        host_pythons=toolchain.pythons if any(source.role == "host" for source in included) else (),
         build_requires=build_requires,
         jobs=jobs,
         variant=profile.variant,
