@@ -15,6 +15,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -376,14 +377,20 @@ class GgufTensor:
             out = torch.empty(self.shape, dtype=dtype or own)
         elif tuple(out.shape) != self.shape:
             raise ValueError(f"{self.gguf_name}: out has shape {tuple(out.shape)}, the tensor {self.shape}")
+        with _one_thread():
+            self._load(out)
+        return out
+
+    def _load(self, out: torch.Tensor) -> None:
+        import torch
+
         cols = self.shape[-1]
         num_rows = math.prod(self.shape[:-1])
         row_bytes = cols // self.type.block * self.type.size
         raw = _bytes_tensor(self._raw.data, self._raw.start, self._raw.num_bytes).view(num_rows, row_bytes)
         if len(self.shape) == 1 and self.permuted_heads:  # a bias: its elements are the rows
-            values = self._decode(raw)[0]
-            out.copy_(values[_half_order(cols, self.permuted_heads)])
-            return out
+            out.copy_(self._decode(raw)[0][_half_order(cols, self.permuted_heads)])
+            return
         order = _half_order(num_rows, self.permuted_heads) if self.permuted_heads else None
         flat = out.view(num_rows, cols)
         step = max(1, CHUNK_ELEMENTS // cols)
@@ -395,7 +402,6 @@ class GgufTensor:
                 _decode_blocks(self.type, block, target)
             else:
                 target.copy_(self._decode(block))
-        return out
 
     def _decode(self, raw: torch.Tensor) -> torch.Tensor:
         """`raw` uint8 [rows, bytes] -> [rows, columns], fp32 (F16 and BF16: as they are)."""
@@ -416,6 +422,19 @@ class GgufTensor:
                 f"{self._path}: {self.gguf_name!r} is {self.type.name}, which cannot be decoded"
             ) from error
         return torch.from_numpy(values.reshape(raw.shape[0], -1))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: the steps here are so short that a second one is slower on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _half_order(rows: int, heads: int) -> torch.Tensor:

@@ -97,6 +97,17 @@ def test_load_into_strided_memory_of_any_dtype(tmp_path, dtype):
         tensor.load(out=torch.empty(3, 3))
 
 
+def test_the_number_of_threads_is_as_before(small):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for tensor in GgufFile(small).tensors():
+            tensor.load()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_own_dtype_is_kept_by_default(tmp_path):
     path = factory.write_gguf(tmp_path / "x.gguf", quant="BF16")
     dtypes = {tensor.gguf_name: tensor.load().dtype for tensor in GgufFile(path).tensors()}
