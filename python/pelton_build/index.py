@@ -230,13 +230,16 @@ def link(entry: WheelEntry, page: str) -> str:
 
 
 def project_html(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
-    """PEP 503 page of one project, with the attributes of PEP 592, 658 and 714."""
+    """PEP 503 page of one project, with the attributes of PEP 592, 658 and 714.
+
+    The metadata's attribute has its new name alone: pip before 23.1 reads the old one and then refuses a project that
+    was asked for in another spelling; without it, it takes the wheel itself.
+    """
     lines = []
     for entry in entries:
         attributes = {
             "href": f"{link(entry, page)}#sha256={entry.sha256}",
             "data-core-metadata": f"sha256={entry.metadata_sha256}",
-            "data-dist-info-metadata": f"sha256={entry.metadata_sha256}",
         }
         if entry.requires_python:
             attributes["data-requires-python"] = entry.requires_python
@@ -251,15 +254,13 @@ def project_json(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
     """PEP 691 document of one project, API version 1.1 (PEP 700)."""
     files = []
     for entry in entries:
-        metadata = {"sha256": entry.metadata_sha256}
         description: dict[str, Any] = {
             "filename": entry.file_name,
             "url": link(entry, page),
             "hashes": {"sha256": entry.sha256},
             "size": entry.size,
             "upload-time": entry.upload_time,
-            "core-metadata": metadata,
-            "dist-info-metadata": metadata,
+            "core-metadata": {"sha256": entry.metadata_sha256},
             "yanked": False if entry.yanked is None else entry.yanked,
         }
         if entry.requires_python:

@@ -114,8 +114,9 @@ def test_pages_say_the_truth_in_both_forms(dist: Path, tmp_path: Path) -> None:
             )
             metadata = wheel.with_name(f"{wheel.name}.metadata").read_bytes()
             expected = hashlib.sha256(metadata).hexdigest()
-            assert described["core-metadata"] == described["dist-info-metadata"] == {"sha256": expected}
-            assert shown["data-core-metadata"] == shown["data-dist-info-metadata"] == f"sha256={expected}"
+            assert described["core-metadata"] == {"sha256": expected}
+            assert shown["data-core-metadata"] == f"sha256={expected}"
+            assert "data-dist-info-metadata" not in shown  # pip before 23.1 stumbles over it
             assert described["yanked"] is False and "data-yanked" not in shown
         root = page.parent.parent
         assert [link["href"] for link in links(root / "index.html")] == ["pelton/"]
