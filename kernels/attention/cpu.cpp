@@ -14,12 +14,14 @@ namespace pelton::cpu {
 namespace {
 
 constexpr bool kWide = Vec::width == 16;
-constexpr int64_t kTileQueries = kWide ? 128 : 64;  // queries (token and head) of an item
-constexpr int64_t kChunk = 64;                      // positions of the context at a time
-constexpr int64_t kFewQueries = kWide ? 16 : 8;     // up to here an item of one token goes row by row
+constexpr int64_t kTileQueries = 128;            // queries (token and head) of an item
+constexpr int64_t kChunk = 128;                  // positions of the context at a time
+constexpr int64_t kFewQueries = kWide ? 16 : 8;  // up to here an item of one token goes row by row
+constexpr int64_t kPanel = 2 * Vec::width;
 constexpr int64_t kMaxHeadSize = 256;
 constexpr int kHeadStride = kMaxHeadSize + 16;  // of K, V and output rows; not a power of two
 constexpr int kChunkStride = kChunk + 16;
+constexpr int64_t kScoreFloats = std::max(kChunk * kPanel, kFewQueries* kChunkStride);
 constexpr int kScoreRows = kWide ? 6 : 3;  // that fill the registers with four positions each
 constexpr int64_t kChunkWork = 2;          // of a chunk besides its queries, in queries
 constexpr int64_t kPartsPerThread = 4;     // so that a thread that is held up does less
@@ -30,20 +32,21 @@ constexpr float kLog2e = 1.44269504f;
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// One thread's working memory.
+// One thread's working memory. Tiles of many queries lie in panels of up to kPanel queries, as weights do in
+// linear: what belongs to queries [first, first + width) of the tile is at first * rows, [rows][width].
 struct Buffers {
-  alignas(64) float query[kMaxHeadSize * kTileQueries];  // [head_size][queries], or [queries][kHeadStride]
-  alignas(64) float key[kChunk * kHeadStride];
-  alignas(64) float value[kChunk * kHeadStride];
-  alignas(64) float score[kChunk * kTileQueries];         // [positions][queries], or [queries][kChunkStride]
-  alignas(64) float output[kMaxHeadSize * kTileQueries];  // as query
-  alignas(64) float rows[kTileQueries * kHeadStride];     // output, queries first
-  alignas(64) float position[kTileQueries];               // of each query, relative to the chunk
+  alignas(64) float query[kMaxHeadSize * kTileQueries];  // panels of [head_size], or [queries][kHeadStride]
+  alignas(64) float key[kChunk * kHeadStride];           // widened
+  alignas(64) float value[kChunk * kHeadStride];         // widened
+  alignas(64) float score[kScoreFloats];                 // one panel of positions, or [queries][kChunkStride]
+  alignas(64) float output[kMaxHeadSize * kTileQueries];  // panels of [head_size]
+  alignas(64) float rows[kTileQueries * kHeadStride];     // output, [queries][kHeadStride]
+  alignas(64) float position[kTileQueries];               // of each query, from the item's first one on
   alignas(64) float maximum[kTileQueries];                // of scores so far, in powers of two
   alignas(64) float total[kTileQueries];                  // of weights so far
-  alignas(64) float rescale[kTileQueries];
+  alignas(64) float rescale[kTileQueries];                // of what was summed up before this chunk
 };
-static_assert(kFewQueries * kHeadStride <= kMaxHeadSize * kTileQueries);
+static_assert(kFewQueries * kHeadStride <= kMaxHeadSize * kTileQueries && kTileQueries % kPanel == 0);
 
 Buffers& buffers() {
   thread_local Scratch scratch;
@@ -136,10 +139,10 @@ void store_sums(float* to, Vec a, Vec b, Vec c, Vec d) {
 }
 #endif
 
-// 2^x for x <= 0 (0 where it is far below), by Cephes' polynomial; NaN stays NaN.
+// 2^x for x <= 0 by Cephes' polynomial; 0 below 2^-126, because denormals are slow; NaN stays NaN.
 Vec exp2_of_nonpositive(Vec x) {
-  const Vec clamped = max(Vec::set1(kWide ? -160.f : -127.f), x);  // where scale_by_power_of_two gives 0
-  const Vec n = round(clamped), r = clamped - n;
+  const Vec low = Vec::set1(kWide ? -126.f : -127.f);
+  const Vec clamped = max(low, x), n = round(clamped), r = clamped - n;
   Vec p = Vec::set1(1.535336188319500e-4f);
   p = fma(p, r, Vec::set1(1.339887440266574e-3f));
   p = fma(p, r, Vec::set1(9.618437357674640e-3f));
@@ -147,7 +150,12 @@ Vec exp2_of_nonpositive(Vec x) {
   p = fma(p, r, Vec::set1(2.402264791363012e-1f));
   p = fma(p, r, Vec::set1(6.931472028550421e-1f));
   p = fma(p, r, Vec::set1(1.f));
-  return scale_by_power_of_two(p, n);
+  const Vec y = scale_by_power_of_two(p, n);
+#if defined(PELTON_AVX512)
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, low.v, _CMP_NLT_UQ), y.v)};
+#else
+  return y;  // an exponent of -127 is written as 0, which makes the factor 0
+#endif
 }
 
 // Scores are kept in powers of two, so that a weight is one exp2. Without a cap the query carries the
@@ -162,23 +170,70 @@ Vec cap_score(Vec score, float cap) {
   return select_less_equal(Vec::zero(), x, t, Vec::zero() - t) * Vec::set1(cap * kLog2e);
 }
 
+// Calls f(first, width) for each panel of a tile; the last one may be a single vector wide.
+template <class F>
+void for_each_panel(int64_t width, F&& f) {
+  for (int64_t first = 0; first < width; first += kPanel) f(first, std::min(kPanel, width - first));
+}
+
+// The item's queries in fp32, times query_factor, to [queries][kHeadStride].
+void load_query_rows(const AttentionArgs& a, const Item& item, float* rows) {
+  const int64_t group = group_size(a);
+  const Vec factor = Vec::set1(query_factor(a));
+  dispatch(a.dtype, [&](auto t) {
+    for (int64_t i = 0; i < item.num_queries; ++i) {
+      const int64_t query = item.first_query + i;
+      const auto* from = static_cast<const decltype(t)*>(a.query) +
+                         (item.first_token + query / group) * a.query_token_stride +
+                         (item.kv_head * group + query % group) * a.query_head_stride;
+      for_each_vector(a.head_size, [&](int64_t d, int n, auto full) {
+        store(rows + i * kHeadStride + d, load_step(from + d, n, full) * factor);
+      });
+    }
+  });
+}
+
 // ---------------------------------------------------------------- tiles of many queries
 // Queries lie along the vectors: scores [positions][queries] = K Q^T and output [head_size][queries] = V^T P
 // are products with plain rows of K and V on the left, and the softmax needs no sum across a vector.
 
-template <class Q>
+// to [columns][to_stride] = from [rows][from_stride], both rounded up to blocks of eight.
+void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to,
+               int64_t to_stride) {
+  for (int64_t r = 0; r < rows; r += 8) {
+    for (int64_t c = 0; c < columns; c += 8) {
+      __m256 x[8], y[8];
+      for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + (r + i) * from_stride + c);
+      for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+      }
+      for (int i = 0; i < 8; i += 4) {
+        x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+        x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+        x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+        x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+      }
+      for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(to + (c + i) * to_stride + r, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+        _mm256_storeu_ps(to + (c + i + 4) * to_stride + r, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+      }
+    }
+  }
+}
+
 void load_queries_across(const AttentionArgs& a, const Item& item, int64_t width, Buffers& b) {
   const int64_t group = group_size(a);
-  const float factor = query_factor(a);
+  load_query_rows(a, item, b.rows);
   for (int64_t i = 0; i < width; ++i) {
     // The last query fills the vector up.
-    const int64_t query = item.first_query + std::min(i, item.num_queries - 1);
-    const Q* from = static_cast<const Q*>(a.query) +
-                    (item.first_token + query / group) * a.query_token_stride +
-                    (item.kv_head * group + query % group) * a.query_head_stride;
-    for (int64_t d = 0; d < a.head_size; ++d) b.query[d * width + i] = to_float(from[d]) * factor;
-    b.position[i] = float(query / group - item.first_query / group);
+    const int64_t query = std::min(i, item.num_queries - 1);
+    if (i > query) std::copy_n(b.rows + query * kHeadStride, a.head_size, b.rows + i * kHeadStride);
+    b.position[i] = float((item.first_query + query) / group - item.first_query / group);
   }
+  for_each_panel(width, [&](int64_t first, int64_t n) {
+    transpose(b.rows + first * kHeadStride, kHeadStride, n, a.head_size, b.query + first * a.head_size, n);
+  });
 }
 
 // Widens one chunk; true when a value is infinite or NaN.
@@ -200,19 +255,17 @@ bool widen_chunk(const Segments<T>& segments, int64_t head_size, Buffers& b) {
   return !(sum(zeros) == 0.f);
 }
 
-// c [rows][width] (+)= a * b, `width` a multiple of the vector.
+// c [rows][width] (+)= left * right [k][width], for one panel.
 template <class A>
-void multiply_across(const float* left, int64_t rows, const float* right, float* c, int64_t width, int64_t k,
-                     bool accumulate) {
+void multiply_panel(const float* left, int64_t rows, const float* right, float* c, int64_t width, int64_t k,
+                    bool accumulate) {
   for_each_tile(rows, [&](int64_t, int64_t first, int count) {
-    int64_t column = 0;
-    for (; column + 2 * Vec::width <= width; column += 2 * Vec::width) {
-      multiply_rows<2, A, From::cache>(count, left + first * A::row, right + column, width,
-                                       c + first * width + column, width, k, accumulate);
-    }
-    if (column < width) {
-      multiply_rows<1, A, From::cache>(count, left + first * A::row, right + column, width,
-                                       c + first * width + column, width, k, accumulate);
+    const float* from = left + first * A::row;
+    float* to = c + first * width;
+    if (width == kPanel) {
+      multiply_rows<2, A, From::cache>(count, from, right, kPanel, to, kPanel, k, accumulate);
+    } else {
+      multiply_rows<1, A, From::cache>(count, from, right, Vec::width, to, Vec::width, k, accumulate);
     }
   });
 }
@@ -224,10 +277,10 @@ struct Visibility {
   bool partial;  // some query does not see some key
 };
 
-// Scores of one chunk to weights, for C vectors of queries; keeps maximum, total and rescale.
+// Scores of one chunk to weights, for a panel of C vectors of queries; keeps maximum, total and rescale.
 template <int C>
-void weigh_columns(const Visibility& sight, float cap, int64_t n, int64_t width, int64_t column, Buffers& b) {
-  float* score = b.score + column;
+void weigh_panel(const Visibility& sight, float cap, int64_t n, int64_t column, Buffers& b) {
+  constexpr int64_t width = C * Vec::width;
   const Vec lowest = Vec::set1(-kInfinity);
   Vec old[C], highest[C], total[C];
 #pragma GCC unroll 8
@@ -236,7 +289,7 @@ void weigh_columns(const Visibility& sight, float cap, int64_t n, int64_t width,
     const Vec key = Vec::set1(sight.first + float(j));
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      float* at = score + j * width + c * Vec::width;
+      float* at = b.score + j * width + c * Vec::width;
       Vec s = load(at);
       if (cap > 0) s = cap_score(s, cap);
       if (sight.partial) {
@@ -259,7 +312,7 @@ void weigh_columns(const Visibility& sight, float cap, int64_t n, int64_t width,
   for (int64_t j = 0; j < n; ++j) {
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      float* at = score + j * width + c * Vec::width;
+      float* at = b.score + j * width + c * Vec::width;
       const Vec weight = exp2_of_nonpositive(load(at) - reference[c]);
       store(at, weight);
       total[c] = total[c] + weight;
@@ -274,25 +327,25 @@ void weigh_columns(const Visibility& sight, float cap, int64_t n, int64_t width,
   }
 }
 
-void rescale_output(int64_t head_size, int64_t width, Buffers& b) {
-  const bool changed = std::any_of(b.rescale, b.rescale + width, [](float x) { return !(x == 1.f); });
-  if (!changed) return;
+void rescale_panel(int64_t head_size, int64_t first, int64_t width, Buffers& b) {
+  const float* rescale = b.rescale + first;
+  if (std::all_of(rescale, rescale + width, [](float x) { return x == 1.f; })) return;
   for (int64_t d = 0; d < head_size; ++d) {
     for (int64_t i = 0; i < width; i += Vec::width) {
-      float* at = b.output + d * width + i;
-      store(at, load(at) * load(b.rescale + i));
+      float* at = b.output + first * head_size + d * width + i;
+      store(at, load(at) * load(rescale + i));
     }
   }
 }
 
 // output += V^T P where a weight of 0 means "not visible": such a value may be infinite or NaN.
-void add_visible_values(int64_t head_size, int64_t n, int64_t width, Buffers& b) {
+void add_visible_values(int64_t head_size, int64_t n, int64_t width, const Buffers& b, float* output) {
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t d = 0; d < head_size; ++d) {
       const Vec value = Vec::set1(b.value[j * kHeadStride + d]);
       for (int64_t i = 0; i < width; i += Vec::width) {
         const Vec weight = load(b.score + j * width + i);
-        float* at = b.output + d * width + i;
+        float* at = output + d * width + i;
         const Vec sum = load(at);
         store(at, select_less_equal(weight, Vec::zero(), sum, fma(value, weight, sum)));
       }
@@ -304,7 +357,7 @@ template <class T>
 bool attend_across(const AttentionArgs& a, AttentionPlan& plan, const Item& item, int64_t first_chunk,
                    int64_t last_chunk, Buffers& b) {
   const int64_t width = round_up(item.num_queries, Vec::width), head_size = a.head_size;
-  dispatch(a.dtype, [&](auto q) { load_queries_across<decltype(q)>(a, item, width, b); });
+  load_queries_across(a, item, width, b);
   std::fill_n(b.maximum, width, -kInfinity);
   std::fill_n(b.total, width, 0.f);
   std::fill_n(b.output, head_size * width, 0.f);
@@ -315,50 +368,52 @@ bool attend_across(const AttentionArgs& a, AttentionPlan& plan, const Item& item
     const int64_t n = std::min((chunk + 1) * kChunk, item.end) - begin;
     if (!find_segments(a, plan, item, begin, n, segments)) return false;
     const bool special_values = widen_chunk(segments, head_size, b);
-    multiply_across<Strides<kHeadStride, 1>>(b.key, n, b.query, b.score, width, head_size, false);
     const bool behind = a.sliding_window > 0 && begin <= last_position - a.sliding_window;
     const Visibility sight{float(begin - item.position),
                            a.sliding_window > 0 ? float(a.sliding_window) : kInfinity,
                            begin + n - 1 > item.position || behind};
-    int64_t column = 0;
-    for (; column + 4 * Vec::width <= width; column += 4 * Vec::width)
-      weigh_columns<4>(sight, a.soft_cap, n, width, column, b);
-    for (; column < width; column += Vec::width) weigh_columns<1>(sight, a.soft_cap, n, width, column, b);
-    rescale_output(head_size, width, b);
-    if (special_values && sight.partial) {
-      add_visible_values(head_size, n, width, b);
-    } else {
-      multiply_across<Strides<1, kHeadStride>>(b.value, head_size, b.score, b.output, width, n, true);
-    }
+    for_each_panel(width, [&](int64_t first, int64_t queries) {
+      float* output = b.output + first * head_size;
+      multiply_panel<Strides<kHeadStride, 1>>(b.key, n, b.query + first * head_size, b.score, queries,
+                                              head_size, false);
+      queries == kPanel ? weigh_panel<2>(sight, a.soft_cap, n, first, b)
+                        : weigh_panel<1>(sight, a.soft_cap, n, first, b);
+      rescale_panel(head_size, first, queries, b);
+      if (special_values && sight.partial) {
+        add_visible_values(head_size, n, queries, b, output);
+      } else {
+        multiply_panel<Strides<1, kHeadStride>>(b.value, head_size, b.score, output, queries, n, true);
+      }
+    });
   }
-  for (int64_t i = 0; i < item.num_queries; ++i) {
-    for (int64_t d = 0; d < head_size; ++d) b.rows[i * kHeadStride + d] = b.output[d * width + i];
-  }
+  for_each_panel(width, [&](int64_t first, int64_t queries) {
+    transpose(b.output + first * head_size, queries, head_size, queries, b.rows + first * kHeadStride,
+              kHeadStride);
+  });
   return true;
 }
 
 // ---------------------------------------------------------------- few queries of one token
 // Queries lie in rows and head_size along the vectors; keys and values are read where they are.
 
-template <class Q>
-void load_query_rows(const AttentionArgs& a, const Item& item, Buffers& b) {
-  const int64_t group = group_size(a), token = item.first_token + item.first_query / group;
-  const Vec factor = Vec::set1(query_factor(a));
-  for (int64_t i = 0; i < item.num_queries; ++i) {
-    const int64_t head = item.kv_head * group + item.first_query % group + i;
-    const Q* from =
-        static_cast<const Q*>(a.query) + token * a.query_token_stride + head * a.query_head_stride;
-    for (int64_t d = 0; d < a.head_size; d += Vec::width) {
-      store(b.query + i * kHeadStride + d, load(from + d) * factor);
+// Memory that is wanted soon: the values of the keys at hand, and keys of the next chunk.
+struct Coming {
+  const void* value;
+  const void* key;
+  void prefetch(int64_t offset, int64_t bytes) const {
+    for (int64_t i = offset; i < offset + bytes; i += 64) {
+      _mm_prefetch(static_cast<const char*>(value) + i, _MM_HINT_T1);
+      _mm_prefetch(static_cast<const char*>(key) + i, _MM_HINT_T1);
     }
   }
-}
+};
 
 // score [R][kChunkStride] = q [R][kHeadStride] * k [n][head_size]^T
 template <int R, class T>
-void score_rows(const float* query, const T* key, int64_t n, int64_t head_size, float* score) {
+void score_rows(const float* query, const T* key, int64_t n, int64_t head_size, float* score, Coming coming) {
   int64_t j = 0;
   for (; j + 4 <= n; j += 4) {
+    coming.prefetch(j * head_size * sizeof(T), 4 * head_size * sizeof(T));
     Vec sums[R][4];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = sums[r][2] = sums[r][3] = Vec::zero();
@@ -389,11 +444,12 @@ void score_rows(const float* query, const T* key, int64_t n, int64_t head_size, 
   }
 }
 template <class T, int R = kScoreRows>
-void score_some_rows(int rows, const float* query, const T* key, int64_t n, int64_t head_size, float* score) {
+void score_some_rows(int rows, const float* query, const T* key, int64_t n, int64_t head_size, float* score,
+                     Coming coming) {
   if constexpr (R > 1) {
-    if (rows < R) return score_some_rows<T, R - 1>(rows, query, key, n, head_size, score);
+    if (rows < R) return score_some_rows<T, R - 1>(rows, query, key, n, head_size, score, coming);
   }
-  score_rows<R>(query, key, n, head_size, score);
+  score_rows<R>(query, key, n, head_size, score, coming);
 }
 
 // The softmax of one chunk for one row; rescales what the row has summed up.
@@ -435,20 +491,28 @@ template <class T>
 bool attend_rows(const AttentionArgs& a, AttentionPlan& plan, const Item& item, int64_t first_chunk,
                  int64_t last_chunk, Buffers& b) {
   const int64_t rows = item.num_queries, head_size = a.head_size;
-  dispatch(a.dtype, [&](auto q) { load_query_rows<decltype(q)>(a, item, b); });
+  load_query_rows(a, item, b.query);
   std::fill_n(b.maximum, rows, -kInfinity);
   std::fill_n(b.total, rows, 0.f);
   std::fill_n(b.rows, rows * kHeadStride, 0.f);
   using Weights = Strides<kChunkStride, 1>;
-  Segments<T> segments;
+  const auto begin_of = [&](int64_t chunk) { return std::max(chunk * kChunk, item.begin); };
+  const auto find = [&](int64_t chunk, Segments<T>& to) {
+    return find_segments(a, plan, item, begin_of(chunk),
+                         std::min((chunk + 1) * kChunk, item.end) - begin_of(chunk), to);
+  };
+  Segments<T> segments, next;
+  if (!find(first_chunk, next)) return false;
   for (int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
-    const int64_t begin = std::max(chunk * kChunk, item.begin);
-    const int64_t n = std::min((chunk + 1) * kChunk, item.end) - begin;
-    if (!find_segments(a, plan, item, begin, n, segments)) return false;
-    for (const Segment<T>& s : segments) {
+    segments = next;
+    if (chunk + 1 < last_chunk && !find(chunk + 1, next)) return false;
+    const int64_t n = std::min((chunk + 1) * kChunk, item.end) - begin_of(chunk);
+    for (int64_t i = 0; i < segments.size; ++i) {
+      const Segment<T>& s = segments.list[i];
+      const Coming coming{s.value, next.list[std::min(i, next.size - 1)].key};
       for (int64_t r = 0; r < rows; r += kScoreRows) {
         score_some_rows(int(std::min<int64_t>(kScoreRows, rows - r)), b.query + r * kHeadStride, s.key,
-                        s.count, head_size, b.score + r * kChunkStride + s.offset);
+                        s.count, head_size, b.score + r * kChunkStride + s.offset, coming);
       }
     }
     for (int64_t r = 0; r < rows; ++r) weigh_row(a.soft_cap, n, head_size, r, b);
