@@ -163,6 +163,29 @@ def run_limited(
     return Ran(out, err)
 
 
+def _is_file(path: Path) -> bool:
+    """Whether there is a file that this user may see; PATH can lead into other users' folders."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted; nothing where this user may not look."""
+    try:
+        return sorted(folder.glob("*"))
+    except OSError:
+        return []
+
+
 def _which(name: str, environ: Mapping[str, str]) -> str | None:
     return shutil.which(name, path=environ.get("PATH", ""))
 
@@ -280,7 +303,7 @@ def _cuda_root(path: str, environ: Mapping[str, str]) -> Path | None:
 
 def _cuda_header(top: Path, name: str) -> Path | None:
     for folder in ("include", f"targets/{os.uname().machine}-linux/include"):
-        if (top / folder / name).is_file():
+        if _is_file(top / folder / name):
             return top / folder / name
     return None
 
@@ -323,7 +346,7 @@ def probe_rocm(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
         folders=_folders(root, ("opt/rocm",), "opt/rocm-*"),
         ask=lambda path, origin, env: _rocm(path, origin, env, root),
     )
-    if probe.tool is not None or probe.problem or not _hip_header(root / "usr").is_file():
+    if probe.tool is not None or probe.problem or not _is_file(_hip_header(root / "usr")):
         return probe
     # A distribution's ROCm: HIP headers in /usr and a clang++ with the AMDGPU backend, the newest one.
     for name in ("clang++", *(f"clang++-{number}" for number in range(40, 14, -1))):
@@ -426,11 +449,11 @@ def _toolkit(
 
 def _in_folder(folder: Path, inside: Sequence[str]) -> tuple[str, str]:
     """The compiler in a toolkit's folder, as (path, "") or ("", problem)."""
-    if not folder.is_dir():
+    if not _is_folder(folder):
         return "", "there is no such folder"
     for name in inside:
         path = folder / name
-        if path.is_file() and os.access(path, os.X_OK):
+        if _is_file(path) and os.access(path, os.X_OK):
             return str(path), ""
     return "", f"holds no {' or '.join(inside)}"
 
@@ -479,7 +502,7 @@ def probe_torch(
 
 
 def _torch_in(folder: Path, origin: str) -> TorchHeaders | None:
-    if not (folder / "include/torch/csrc/stable/library.h").is_file():
+    if not _is_file(folder / "include/torch/csrc/stable/library.h"):
         return None
     match = _search(folder / "version.py", r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"](\d+(?:\.\d+){1,2})")
     return TorchHeaders(str(folder.resolve()), match[1], origin) if match else None
@@ -558,7 +581,9 @@ def _python_programs(environ: Mapping[str, str], root: Path, running: str) -> It
     minors = range(OLDEST_PYTHON[1], OLDEST_PYTHON[1] + 15)
     folders = [Path(entry) for entry in environ.get("PATH", "").split(os.pathsep) if entry]
     # A shim of pyenv only runs the versions that are switched on; those that are installed lie beside it.
-    shims = [folder for folder in folders if folder.name == "shims" and (folder.parent / "versions").is_dir()]
+    shims = [
+        folder for folder in folders if folder.name == "shims" and _is_folder(folder.parent / "versions")
+    ]
     pyenv = dict.fromkeys(
         [
             *([Path(environ["PYENV_ROOT"])] if environ.get("PYENV_ROOT") else []),
@@ -566,10 +591,10 @@ def _python_programs(environ: Mapping[str, str], root: Path, running: str) -> It
         ]
     )
     folders = [folder for folder in folders if folder not in shims]
-    folders += [folder / "bin" for top in pyenv for folder in sorted((top / "versions").glob("*"))]
+    folders += [folder / "bin" for top in pyenv for folder in _inside(top / "versions")]
     for folder in folders:
         for name in (*(f"python3.{minor}" for minor in minors), "python3"):
-            if (folder / name).is_file() and os.access(folder / name, os.X_OK):
+            if _is_file(folder / name) and os.access(folder / name, os.X_OK):
                 yield str(folder / name)
     yield from (str(path) for path in sorted((root / "opt/python").glob("cp3*-cp3*/bin/python")))
 
