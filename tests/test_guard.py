@@ -8,11 +8,14 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pelton import guard
 from pelton.errors import HardwareMismatch, InvalidValueError
@@ -162,6 +165,28 @@ def test_wrong_description(text: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=WRONG[text]) as caught:
         described_machine(path, MACHINE)
     assert str(path) in str(caught.value)
+
+
+KEYS = st.sampled_from(["glibc", "torch", "system", "cpu", "cpu.level", "cpu.with", "cpu.enabled", "x"])
+VALUES = st.one_of(
+    st.text(max_size=8).map(json.dumps),
+    st.integers().map(str),
+    st.sampled_from(['"x86-64-v3"', '["avx2", "abm"]', '["avx"]', "[1]", "[]", "{}", "true", "1.5", "[["]),
+)
+
+
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=4))
+def test_any_description_is_a_machine_or_one_clear_error(lines: list[tuple[str, str]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.toml"
+        path.write_text("".join(f"{key} = {value}\n" for key, value in lines))
+        try:
+            described = described_machine(path, MACHINE)
+        except InvalidValueError as error:
+            assert str(path) in str(error)
+        else:
+            assert not described.flags & described.off
+            find_mismatch(AVX512, described)
 
 
 def test_missing_description(tmp_path: Path) -> None:

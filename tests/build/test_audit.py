@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pelton_build import audit
 from pelton_build.audit import AuditError, CannotRun, audit_wheel
@@ -269,6 +271,33 @@ def test_harmful_wheel_is_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(AuditError, match=text) as caught:
         audit_wheel(path)
     assert path.name in str(caught.value) or "ELF" in str(caught.value)
+
+
+QUICK = set(audit.CHECKS) - {"auditwheel"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_a_finding_or_a_refusal(data: st.DataObject) -> None:
+    """Whatever bytes of the wheel or of its library are changed or cut off: never another exception."""
+    with tempfile.TemporaryDirectory() as folder:
+        if data.draw(st.booleans(), label="damage the library"):
+            library = _damage(data, shared_object(LIBRARY, "-march=x86-64-v3"))
+            path = make_wheel(Path(folder), GOOD.but(files={LIBRARY_NAME: library}))
+        else:
+            path = make_wheel(Path(folder))
+            path.write_bytes(_damage(data, path.read_bytes()))
+        try:
+            audit_wheel(path, only=QUICK)
+        except AuditError as error:
+            assert str(error)
+
+
+def _damage(data: st.DataObject, good: bytes) -> bytes:
+    bad = bytearray(good)
+    for at in data.draw(st.lists(st.integers(0, len(bad) - 1), min_size=1, max_size=20), label="places"):
+        bad[at] = data.draw(st.integers(0, 255))
+    return bytes(bad[: data.draw(st.one_of(st.just(len(bad)), st.integers(0, len(bad))), label="length")])
 
 
 def test_missing_tool_is_reported_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
