@@ -3,9 +3,9 @@
 The choice, in this order:
 
 1. no extension under a name that this interpreter reads: the twin;
-2. the extension's own mark says that it was built for another Python (a file that was renamed or copied in, or a
-   debug build of Python that accepts the release build's name): the twin, with a warning, and the file is never
-   loaded;
+2. the extension's own mark says that it was built for another Python: the twin, and the file is never loaded; with a
+   warning when the file's name says otherwise (it was renamed or copied in), without one when this Python reads
+   other Pythons' files (a debug build reads those of the release build);
 3. the extension does not load: the twin, with a warning;
 4. the extension.
 
@@ -51,6 +51,8 @@ def _choose(soabi: str) -> tuple[ModuleType, str]:
     built_for = _built_for(origin)
     if built_for != soabi:
         reason = f"{origin.name} was built for {built_for or 'an unknown Python'}, and this Python is {soabi}"
+        if origin.name == f"_host.{built_for}.so":  # named right; this Python reads other Pythons' files too
+            return _host_py, reason
     else:
         try:
             return importlib.import_module(NAME), ""

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -221,3 +221,23 @@ def test_a_damaged_build_info_is_one_error(
         monkeypatch.setattr(pelton, "__path__", [str(tmp_path)])
         with pytest.raises(build_info.BuildInfoError, match="reinstall"):
             build_info._read()
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"), [("_host.cpython-311-x.so", False), ("_host.cpython-312-x.so", True)]
+)
+def test_a_debug_build_of_python_is_no_reason_to_warn(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    warned: bool,
+) -> None:
+    """It reads the release build's file under its right name; a renamed file is another matter."""
+    file = tmp_path / name
+    file.write_bytes(b"PELTON_HOST_SOABI=cpython-311-x\0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(origin=str(file)))
+    module, reason = host._choose("cpython-311d-x")
+    assert module is _host_py
+    assert "cpython-311d-x" in reason
+    assert bool(caplog.records) == warned
