@@ -8,8 +8,8 @@ the machine's speed meets both. Times are medians over the samples, ratios media
 go around several copies of their big operands (weights, caches), as a model's layers do, so that these
 come from memory and not from the second-level cache.
 
-Threads of both sides wait for each other at the end of a call: on a machine that is busy with something
-else, compare with --threads 1.
+Threads wait for each other at the end of a call, which on a machine that is busy with something else takes
+longer than the call: use --threads 1 there. Times are CPU time then, without the waiting.
 
 The ceilings are measured in the same run: reading and copying a large buffer, and the fastest float32
 product of two matrices that torch manages. "of ceiling" is the part of the nearer one: bytes that must
@@ -313,10 +313,11 @@ GROUPS = (
 
 
 def seconds_of(call: Call, numbers: Iterator[int], repeats: int) -> float:
-    start = time.perf_counter()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     for _ in range(repeats):
         call(next(numbers))
-    return (time.perf_counter() - start) / repeats
+    return max(1e-9, clock() - start) / repeats
 
 
 def measure(case: Case, seconds: float, ceilings: Ceilings) -> Result:
