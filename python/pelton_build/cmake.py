@@ -155,18 +155,23 @@ def request_by_hand(root: Path, profile: str) -> Request:
 def quote(value: str | Iterable[str]) -> str:
     """A CMake argument that stands for `value`, whatever characters are in it; several values make a list.
 
-    Raises PlanError for what nothing can quote: CMake does not split a list inside of square brackets.
+    Raises PlanError for a list that nothing can quote: CMake does not split one inside of square brackets.
     """
-    items = [value] if isinstance(value, str) else list(value)
-    for item in items:
-        if ("[" in item or "]" in item) and (";" in item or (len(items) > 1 and not _balanced(item))):
-            raise PlanError(f"{item!r} cannot be handed to CMake because of its square brackets; rename it")
-    text = ";".join(item.replace(";", r"\;") for item in items)
-    # CMake drops one backslash-semicolon pair only inside lists; the brackets keep all else as it is.
+    if isinstance(value, str):
+        text = value
+    else:
+        items = list(value)
+        for item in items:
+            if ("[" in item or "]" in item) and (";" in item or (len(items) > 1 and not _balanced(item))):
+                raise PlanError(
+                    f"{item!r} cannot be handed to CMake because of its square brackets; rename it"
+                )
+        text = ";".join(item.replace(";", r"\;") for item in items)
     mark = "="
-    while f"]{mark}]" in text or text.endswith(f"]{mark}"):
+    while f"]{mark}]" in f"{text}]":
         mark += "="
-    return f"[{mark}[{text}]{mark}]"
+    start = "\n" if text.startswith("\n") else ""  # CMake drops one line break behind the opening bracket
+    return f"[{mark}[{start}{text}]{mark}]"
 
 
 def _balanced(text: str) -> bool:
