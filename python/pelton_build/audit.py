@@ -356,11 +356,15 @@ class OpenedWheel:
     def binaries(self) -> tuple[Binary, ...]:
         """All ELF files.  Raises :class:`AuditError` for one that cannot be parsed."""
         require("elftools", "pyelftools")
-        return tuple(
-            read_binary(name, data)
-            for name in self.files()
-            if (data := self.read(name)).startswith(b"\x7fELF")
-        )
+        found = []
+        for name in self.files():
+            data = self.read(name)
+            if data.startswith(b"\x7fELF"):
+                try:
+                    found.append(read_binary(name, data))
+                except AuditError as error:
+                    raise AuditError(f"{self.path}: {error}") from error
+        return tuple(found)
 
 
 def unsafe_name(name: str) -> str:

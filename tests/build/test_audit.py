@@ -270,7 +270,7 @@ def test_harmful_wheel_is_refused_by_name(case: str, tmp_path: Path) -> None:
     path = make(tmp_path)
     with pytest.raises(AuditError, match=text) as caught:
         audit_wheel(path)
-    assert path.name in str(caught.value) or "ELF" in str(caught.value)
+    assert path.name in str(caught.value)
 
 
 QUICK = set(audit.CHECKS) - {"auditwheel"}
