@@ -29,7 +29,6 @@ import os
 import re
 import sys
 import time
-import tomllib
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -40,6 +39,7 @@ from pelton_build import audit
 from pelton_build.errors import BuildError
 from pelton_build.planning import project_root
 from pelton_build.project import load_project
+from pelton_build.toml import parse_toml, read_text
 
 __all__ = ["IndexBuildError", "IndexReport", "WheelEntry", "build_index", "main", "plan_pages", "read_wheel"]
 
@@ -204,10 +204,7 @@ def apply_yanks(entries: Sequence[WheelEntry], yanks: Mapping[str, str]) -> list
 
 def read_yanks(path: Path) -> dict[str, str]:
     """The yank file: one table ``[yanked]`` of version or file name = reason.  Raises IndexBuildError."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise IndexBuildError(f"{path}: cannot be read ({error})") from error
+    data = parse_toml(read_text(path, str(path), IndexBuildError), str(path), IndexBuildError)
     table = data.pop("yanked", {})
     if data or not isinstance(table, dict):
         raise IndexBuildError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Mapping
@@ -18,7 +17,8 @@ from typing import Any, Literal
 
 from .arch import BACKENDS, ArchError, check_archs, check_cuda_archs_for
 from .errors import ProfileError
-from .values import Size, Version, VersionRange, check_label, did_you_mean, nearest
+from .toml import parse_toml, read_text
+from .values import Size, Version, VersionRange, check_label, check_requirement, did_you_mean, nearest
 
 __all__ = [
     "FOLDER",
@@ -143,15 +143,8 @@ def load_profile(root: Path, name: str) -> Profile:
     if name not in names:
         known = did_you_mean(name, names) if names else f"; {FOLDER}/ holds no profile"
         raise ProfileError(f"unknown profile {name!r}{known}")
-    path = root / FOLDER / f"{name}.toml"
     shown = f"{FOLDER}/{name}.toml"
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{shown}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except OSError as error:
-        raise ProfileError(f"{shown}: cannot be read ({error.strerror})") from None
-    return parse_profile(name, shown, text)
+    return parse_profile(name, shown, read_text(root / shown, shown, ProfileError))
 
 
 def parse_profile(name: str, shown: str, text: str) -> Profile:
@@ -162,10 +155,7 @@ def parse_profile(name: str, shown: str, text: str) -> Profile:
             f"{shown}: {name!r} is no name for a profile: small letters, digits and single dashes only; "
             f"rename the file to {suggestion}.toml"
         )
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ProfileError(f"{shown}: not valid TOML: {error}") from None
+    data = parse_toml(text, shown, ProfileError)
     profile = _read(Profile, data, shown, "", {"name": name, "file": shown})
     assert isinstance(profile, Profile)
     _check(profile)
@@ -279,7 +269,7 @@ def _found(data: Any) -> str:
 def _check(profile: Profile) -> None:
     """What the types alone cannot say. Raises ProfileError."""
     shown, target, needs, wheel = profile.file, profile.target, profile.toolchain, profile.wheel
-    if not profile.summary.strip() or "\n" in profile.summary:
+    if not profile.summary.strip() or not profile.summary.isprintable():
         raise ProfileError(
             f"{shown}: summary: say in one line which hardware this is for, found {profile.summary!r}"
         )
@@ -311,6 +301,11 @@ def _check(profile: Profile) -> None:
             f"{str(needs.cuda)!r}"
         )
     _check_label(profile)
+    for requirement in wheel.requires:
+        try:
+            check_requirement(requirement)
+        except ValueError as error:
+            raise ProfileError(f"{shown}: wheel.requires: {error}") from None
     if len(wheel.glibc.parts) != 2:
         raise ProfileError(
             f"{shown}: wheel.glibc: write major and minor version, such as '2.28', found '{wheel.glibc}'"

@@ -8,13 +8,13 @@ baseline-profile = "cpu-avx2"    # whose wheels the main index holds
 
 from __future__ import annotations
 
-import tomllib
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .errors import BuildError
-from .values import did_you_mean
+from .toml import parse_toml, read_text
+from .values import check_requirement, did_you_mean
 
 __all__ = ["FILE", "ProjectError", "ProjectSettings", "load_project", "parse_project"]
 
@@ -37,19 +37,14 @@ class ProjectSettings:
 
 def load_project(root: Path) -> ProjectSettings:
     """The settings of the project at `root`. Raises ProjectError."""
-    try:
-        return parse_project((root / FILE).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProjectError(f"{FILE}: cannot be read ({error})") from None
+    return parse_project(read_text(root / FILE, FILE, ProjectError))
 
 
 def parse_project(text: str) -> ProjectSettings:
     """The settings in `text`, a whole `pyproject.toml`. Raises ProjectError naming the key."""
-    try:
-        data: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ProjectError(f"{FILE}: not valid TOML: {error}") from None
-    table = data.get("tool", {}).get(TABLE)
+    data = parse_toml(text, FILE, ProjectError)
+    tool = data.get("tool", {})
+    table = tool.get(TABLE) if isinstance(tool, dict) else None
     if not isinstance(table, dict):
         raise ProjectError(f"{FILE}: missing table [tool.{TABLE}]")
     known = ("fallback-version", "dependencies", "baseline-profile")
@@ -57,10 +52,17 @@ def parse_project(text: str) -> ProjectSettings:
         if key not in known:
             raise ProjectError(f"{FILE}: unknown key 'tool.{TABLE}.{key}'{did_you_mean(key, known)}")
     version, dependencies = table.get("fallback-version"), table.get("dependencies", [])
-    if not isinstance(version, str) or not version:
-        raise ProjectError(f"{FILE}: tool.{TABLE}.fallback-version: expected text such as '0.1.0'")
+    if not isinstance(version, str) or not re.fullmatch(r"\d+\.\d+\.\d+", version, re.ASCII):
+        raise ProjectError(
+            f"{FILE}: tool.{TABLE}.fallback-version: expected text such as '0.1.0', found {version!r}"
+        )
     if not isinstance(dependencies, list) or not all(isinstance(item, str) for item in dependencies):
         raise ProjectError(f"{FILE}: tool.{TABLE}.dependencies: expected a list of texts")
+    for dependency in dependencies:
+        try:
+            check_requirement(dependency)
+        except ValueError as error:
+            raise ProjectError(f"{FILE}: tool.{TABLE}.dependencies: {error}") from None
     baseline = table.get("baseline-profile", "")
     if not isinstance(baseline, str):
         raise ProjectError(

@@ -30,7 +30,7 @@ sources for. A family without device code supports the others: it is built when 
 
 from __future__ import annotations
 
-import tomllib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -39,12 +39,24 @@ from typing import Any, cast
 from .arch import BACKENDS, ArchError, check_archs
 from .errors import TableError
 from .plan import Backend
-from .values import Version, VersionRange, did_you_mean
+from .toml import parse_toml, read_text
+from .values import Version, VersionRange, check_requirement, did_you_mean
 
 __all__ = ["FILE", "Family", "FeatureEntry", "KernelTable", "Library", "Source", "load_table", "parse_table"]
 
 FOLDER = "kernels"
 FILE = f"{FOLDER}/kernels.toml"
+
+BUILD_VARIABLES = ("PELTON_PROFILE", "PELTON_TARGET_DEVICE", "PELTON_TORCH_DIR", "PELTON_VERSION", "MAX_JOBS")
+"""Environment variables that `settings` and `version` read, whatever the table says."""
+
+_SUFFIXES = {
+    "op": (".cpp",),
+    "host": (".cpp",),
+    "cpu": (".cpp",),
+    "cuda": (".cu", ".cpp"),
+    "rocm": (".cu", ".hip", ".cpp"),
+}
 
 
 @dataclass(frozen=True)
@@ -114,11 +126,7 @@ class KernelTable:
 
 def load_table(root: Path) -> KernelTable:
     """The kernel table of the project at `root`. Raises TableError."""
-    try:
-        text = (root / FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"{FILE}: cannot be read ({error})") from None
-    table = parse_table(text)
+    table = parse_table(read_text(root / FILE, FILE, TableError))
     for family in table.families:
         for source in (*family.op, *family.host, *(s for sources in family.device.values() for s in sources)):
             if not (root / FOLDER / source.path).is_file():
@@ -130,19 +138,20 @@ def load_table(root: Path) -> KernelTable:
 
 def parse_table(text: str) -> KernelTable:
     """The kernel table in `text`. Raises TableError naming the entry, the key and what is wrong."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise TableError(f"{FILE}: not valid TOML: {error}") from None
+    data = parse_toml(text, FILE, TableError)
     _only(data, "", ("library", "feature", "family"))
     features = {name: _feature(name, entry) for name, entry in _tables(data, "feature").items()}
-    variables = [f.environment for f in features.values() if f.environment]
-    if len(set(variables)) != len(variables):
-        raise TableError(
-            f"{FILE}: two features have one environment variable: {', '.join(sorted(variables))}"
-        )
+    library = _library(data.get("library"))
+    variables = [*library.environment, *(f.environment for f in features.values() if f.environment)]
+    if repeated := sorted({name for name in variables if variables.count(name) > 1}):
+        raise TableError(f"{FILE}: environment variable {repeated[0]} has two meanings; name each once")
+    marks: dict[str, str] = {}
+    for name in features:
+        other = marks.setdefault(name.replace("-", ""), name)
+        if other != name:
+            raise TableError(f"{FILE}: features {other!r} and {name!r} make one label; rename one")
     families = tuple(_family(name, entry, features) for name, entry in _tables(data, "family").items())
-    return KernelTable(_library(data.get("library")), features, families)
+    return KernelTable(library, features, families)
 
 
 def _tables(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -201,22 +210,55 @@ def _library(entry: object) -> Library:
         torch = Version.parse(_text(entry, where, "torch"))
     except ValueError as error:
         raise TableError(f"{FILE}: library.torch: {error}") from None
+    package = _text(entry, where, "torch-package", "torch")
+    try:
+        check_requirement(package)
+    except ValueError as error:
+        raise TableError(f"{FILE}: library.torch-package: {error}") from None
     return Library(
-        name=_text(entry, where, "name"),
-        package=_text(entry, where, "package"),
+        name=_identifier(entry, where, "name"),
+        package=_identifier(entry, where, "package"),
         cxx_standard=standard,
         torch=torch,
         torch_headers=_range(entry, where, "torch-headers"),
-        torch_package=_text(entry, where, "torch-package", "torch"),
-        environment=_texts(entry, where, "environment"),
+        torch_package=package,
+        environment=tuple(_variable(name, where) for name in _texts(entry, where, "environment")),
     )
+
+
+def _identifier(entry: Mapping[str, Any], where: str, key: str) -> str:
+    value = _text(entry, where, key)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", value, re.ASCII):
+        raise TableError(
+            f"{FILE}: {where}.{key}: {value!r} is no such name: small letters, digits and underscores only"
+        )
+    return value
+
+
+def _variable(name: str, where: str) -> str:
+    if name in BUILD_VARIABLES:
+        raise TableError(
+            f"{FILE}: {where}.environment: {name} is a switch of the build itself; choose another name"
+        )
+    if not re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name, re.ASCII):
+        raise TableError(
+            f"{FILE}: {where}.environment: {name!r} is no name for one of our variables: capital letters and "
+            "digits in words with underscores between, such as PELTON_ENABLE_MARLIN"
+        )
+    return name
 
 
 def _feature(name: str, entry: object) -> FeatureEntry:
     where = f"feature.{name}"
     _only(entry, where, ("summary", "backends", "environment"))
     entry = cast("dict[str, Any]", entry)
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name, re.ASCII):
+        raise TableError(
+            f"{FILE}: {where}: {name!r} is no name: small letters, digits and single dashes only"
+        )
     backends = _texts(entry, where, "backends")
+    if not backends:
+        raise TableError(f"{FILE}: {where}.backends: name at least one of {', '.join(BACKENDS)}")
     for backend in backends:
         if backend not in BACKENDS:
             raise TableError(
@@ -226,7 +268,7 @@ def _feature(name: str, entry: object) -> FeatureEntry:
         name,
         _text(entry, where, "summary", ""),
         cast("tuple[Backend, ...]", backends),
-        _text(entry, where, "environment", ""),
+        _variable(variable, where) if (variable := _text(entry, where, "environment", "")) else "",
     )
 
 
@@ -235,9 +277,7 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
     _only(entry, where, ("summary", "feature", "op", "host", "cpu", "cuda", "rocm", "definitions"))
     entry = cast("dict[str, Any]", entry)
     feature = _known_feature(entry, where, features)
-    device = {
-        backend: _sources(entry, where, backend, features) for backend in BACKENDS if entry.get(backend)
-    }
+    device = {backend: _sources(entry, where, backend, features) for backend in BACKENDS if backend in entry}
     family = Family(
         name=name,
         summary=_text(entry, where, "summary", ""),
@@ -267,6 +307,8 @@ def _sources(
     items = entry.get(key, [])
     if not isinstance(items, list):
         raise TableError(f"{FILE}: {where}.{key}: expected a list of sources, found {items!r}")
+    if key in entry and not items:
+        raise TableError(f"{FILE}: {where}.{key}: lists no source; leave the key out")
     sources: list[Source] = []
     for index, item in enumerate(items):
         at = f"{where}.{key}[{index}]"
@@ -276,6 +318,12 @@ def _sources(
         path = _text(item, at, "path")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
             raise TableError(f"{FILE}: {at}: {path!r} must be a path below {FOLDER}/ with forward slashes")
+        if path != str(PurePosixPath(path)):  # one spelling, so that a source that is listed twice is seen
+            raise TableError(f"{FILE}: {at}: write {path!r} as {str(PurePosixPath(path))!r}")
+        if not path.endswith(_SUFFIXES[key]):
+            raise TableError(
+                f"{FILE}: {at}: {path!r} is no source of kind {key}; expected a file {' or '.join(_SUFFIXES[key])}"
+            )
         if any(path == source.path for source in sources):
             raise TableError(f"{FILE}: {at}: {path!r} is listed twice")
         archs = _texts(item, at, "archs")

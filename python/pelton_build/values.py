@@ -15,6 +15,7 @@ __all__ = [
     "Version",
     "VersionRange",
     "check_label",
+    "check_requirement",
     "did_you_mean",
     "join_label",
     "nearest",
@@ -24,7 +25,16 @@ __all__ = [
 _VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,3}", re.ASCII)
 _CLAUSE = re.compile(r"\s*(==|!=|>=|<=|>|<|~=)?\s*([^\s,<>=!~]+)\s*", re.ASCII)
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,3})?)\s*([A-Za-z]*)", re.ASCII)
-_LABEL = re.compile(r"[a-z0-9]+(\.[a-z0-9]+)*", re.ASCII)
+# A part of digits alone has no leading zero: installers would drop it, and the file would get another name.
+_LABEL = re.compile(r"(?!0\d+(?![a-z\d]))[a-z\d]+(\.(?!0\d+(?![a-z\d]))[a-z\d]+)*", re.ASCII)
+_REQUIREMENT = re.compile(
+    r"[A-Z\d](?:[A-Z\d._-]*[A-Z\d])?\s*"  # name
+    r"(?:\[\s*[A-Z\d._-]+\s*(?:,\s*[A-Z\d._-]+\s*)*\]\s*)?"  # extras
+    r"(?:(?:===|==|!=|>=|<=|>|<|~=)\s*[A-Z\d][A-Z\d._*+!-]*\s*"  # version clauses
+    r"(?:,\s*(?:===|==|!=|>=|<=|>|<|~=)\s*[A-Z\d][A-Z\d._*+!-]*\s*)*)?"
+    r"(?:;[^;]+)?",  # marker
+    re.ASCII | re.IGNORECASE,
+)
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SWITCH = {
     "1": True,
@@ -219,6 +229,13 @@ def check_label(label: str) -> str:
             "between them, such as 'cpu.avx2'"
         )
     return label
+
+
+def check_requirement(text: str) -> str:
+    """`text` when it is a requirement by name, as wheels state them: no address, no second line; else ValueError."""
+    if not _REQUIREMENT.fullmatch(text) or not text.isprintable():
+        raise ValueError(f"{text!r} is not a requirement; write e.g. 'numpy>=1.26' or 'numpy>=1.26,<3'")
+    return text
 
 
 def join_label(version: str, label: str) -> str:

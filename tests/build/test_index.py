@@ -310,7 +310,7 @@ def test_yanked(dist: Path, tmp_path: Path) -> None:
         ('[yanked]\n"0.9.0" = "gone"\n', "neither a version nor a file"),
         ('[yanked]\n"0.2.0" = ""\n', "say why"),
         ('[yank]\n"0.2.0" = "x"\n', r"table \[yanked\]"),
-        ("[yanked", "cannot be read"),
+        ("[yanked", "not valid TOML"),
     ]:
         file.write_text(text)
         with pytest.raises(IndexBuildError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -78,6 +79,8 @@ def test_all_keys_are_read() -> None:
         ('["x86-64-v3"]', "[3]", "target.arch[0]: expected text, found a number 3"),
         ('["x86-64-v3"]', '["sm_90"]', "target.arch: 'sm_90' is an arch of backend cuda"),
         ('["x86-64-v3"]', '["x86-64-v3", "x86-64-v3"]', "'x86-64-v3' is listed twice"),
+        ('label = "', 'requires = ["numpy >="]\nlabel = "', "wheel.requires: 'numpy >=' is not a requirement"),
+        ('summary = "', 'summary = "\\u001b[31m', "summary: say in one line"),
         # Unknown and missing keys and values.
         ('backend = "cpu"', 'backend = "gpu"', "target.backend: unknown value 'gpu'"),
         ('backend = "cpu"', 'backend = "CUDA"', "did you mean 'cuda'?"),
@@ -163,7 +166,15 @@ def test_unknown_profile(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\xff\xfe", "not UTF-8 text"), (b"a = \x00", "not valid TOML"), (None, "cannot be read")],
+    [
+        (b"\xff\xfe", "not UTF-8 text"),
+        (b"a = \x00", "not valid TOML"),
+        (b"a = " + b"[" * 5000, "not valid TOML: nested too deeply"),
+        (b"a = " + b"9" * 5000, "not valid TOML: Exceeds the limit"),
+        (b"a = 2026-02-31", "not valid TOML"),
+        (b"", "missing key 'summary'"),
+        (None, "cannot be read"),
+    ],
 )
 def test_unreadable_file(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / FOLDER / "test.toml"
@@ -238,3 +249,18 @@ def test_any_key_and_value_gives_a_profile_or_one_line(section: str, key: str, v
     except ProfileError as error:
         assert str(error).startswith("build_profiles/test.toml: ") and "\n" not in str(error)
         assert key in str(error) or section in str(error)
+
+
+def test_pipe_instead_of_a_file(tmp_path: Path) -> None:
+    """Opening one would wait for a writer without end."""
+    (tmp_path / FOLDER).mkdir()
+    os.mkfifo(tmp_path / FOLDER / "test.toml")
+    with pytest.raises(ProfileError, match="not a regular file"):
+        load_profile(tmp_path, "test")
+
+
+def test_file_with_a_mark_and_foreign_line_ends(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    text = "\ufeff" + plan_cases.CPU.replace("\n", "\r\n")
+    (tmp_path / FOLDER / "test.toml").write_bytes(text.encode())
+    assert load_profile(tmp_path, "test").target == plan_cases.profile(plan_cases.CPU).target

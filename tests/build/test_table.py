@@ -12,7 +12,7 @@ from pelton_build.errors import TableError
 from pelton_build.table import FOLDER, load_table, parse_table
 
 LIBRARY = plan_cases.TABLE[: plan_cases.TABLE.index("[feature.awq]")]
-FEATURE = '[feature.f]\nbackends = ["cuda"]\nenvironment = "F"\n'
+FEATURE = '[feature.f]\nbackends = ["cuda"]\nenvironment = "PELTON_F"\n'
 
 
 def test_the_real_table_lists_every_source() -> None:
@@ -56,13 +56,25 @@ def test_variables_of_the_package_are_no_unknown_settings() -> None:
         (LIBRARY + "[family.x]\ncpu = ['/x.cpp']", "must be a path below kernels/"),
         (LIBRARY + "[family.x]\ncpu = ['../x.cpp']", "must be a path below kernels/"),
         (LIBRARY + "[family.x]\ncpu = ['x.cpp', 'x.cpp']", "'x.cpp' is listed twice"),
+        (LIBRARY + "[family.x]\ncpu = ['./x.cpp']", "write './x.cpp' as 'x.cpp'"),
+        (LIBRARY + "[family.x]\ncpu = ['x//y.cpp']", "write 'x//y.cpp' as 'x/y.cpp'"),
+        (LIBRARY + "[family.x]\ncpu = ['x.h']", "'x.h' is no source of kind cpu; expected a file .cpp"),
+        (LIBRARY + "[family.x]\ncpu = ['x.cu']", "'x.cu' is no source of kind cpu"),
+        (LIBRARY + "[family.x]\nop = ['x.cpp']\ncpu = []", "family.x.cpu: lists no source; leave the key out"),
+        (LIBRARY.replace('name = "', 'name = "../'), "library.name: '../"),
+        (LIBRARY + "[feature.f]\nbackends = []", "feature.f.backends: name at least one"),
+        (LIBRARY + "[feature.F]\nbackends = ['cpu']", "feature.F: 'F' is no name"),
+        (LIBRARY + "[feature.a-b]\nbackends = ['cpu']\n[feature.ab]\nbackends = ['cpu']", "make one label"),
+        (LIBRARY + "[feature.f]\nbackends = ['cpu']\nenvironment = 'PATH'", "'PATH' is no name for one of our"),
+        (LIBRARY + "[feature.f]\nbackends = ['cpu']\nenvironment = 'MAX_JOBS'", "MAX_JOBS is a switch of the build"),
+        ("a = " + "[" * 5000, "not valid TOML: nested too deeply"),
         (LIBRARY + "[family.x]\ncpu = [{ archs = [] }]", "family.x.cpu[0].path: expected text, the key is missing"),
         (LIBRARY + "[family.x]\ncuda = [{ path = 'x.cu', archs = ['sm90'] }]", "did you mean 'sm_90'"),
         (LIBRARY + "[family.x]\nop = [{ path = 'x.cpp', archs = ['sm_90'] }]", "only device code has archs"),
         (LIBRARY + "[family.x]\ncuda = [{ path = 'x.cu', toolkit = '12' }]", "'12' has no operator"),
         (LIBRARY + "[family.x]\nfeature = 'g'\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: unknown feature 'g'"),
         (LIBRARY + FEATURE.replace("cuda", "cuad"), "feature.f.backends: unknown backend 'cuad'; did you mean 'cuda'?"),
-        (LIBRARY + FEATURE + FEATURE.replace("feature.f", "feature.g"), "two features have one environment variable"),
+        (LIBRARY + FEATURE + FEATURE.replace("feature.f", "feature.g"), "PELTON_F has two meanings"),
         (LIBRARY + "family = 1", "not valid TOML"),
         ("family = 1\n" + LIBRARY, "family: expected tables [family.NAME]"),
         (LIBRARY.replace('torch = "2.10"', 'torch = "new"'), "library.torch: 'new' is not a version"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version as Pep440
 
@@ -13,6 +14,7 @@ from pelton_build.values import (
     Version,
     VersionRange,
     check_label,
+    check_requirement,
     did_you_mean,
     join_label,
     nearest,
@@ -143,23 +145,60 @@ def test_human_size_is_near(size: int) -> None:
     )
 
 
-@given(st.from_regex(r"[a-z0-9]+(\.[a-z0-9]+)*", fullmatch=True))
+@given(
+    st.from_regex(
+        r"([1-9][0-9]*|0|[a-z][a-z0-9]*|[0-9]+[a-z])(\.([1-9][0-9]*|[0-9]*[a-z]+[0-9]*))*", fullmatch=True
+    )
+)
 def test_label_joins_to_one_local_part(label: str) -> None:
     for version in ("0.1.0", "0.3.1.dev4+g1a2b.dirty"):
         joined = join_label(version, check_label(label))
         assert joined.count("+") == 1
         assert Pep440(joined).public == Pep440(version).public
-        assert (Pep440(joined).local or "").split(".")[: len(label.split("."))] == [
-            str(int(part)) if part.isdecimal() else part for part in label.split(".")
-        ]
+        assert (Pep440(joined).local or "").split(".")[: len(label.split("."))] == label.split(".")
 
 
 @pytest.mark.parametrize(
-    "label", ["", ".", "cpu.", ".cpu", "CPU", "cpu-avx2", "cpu avx2", "cpu..x", "ä", "cpu\n"]
+    "label", ["", ".", "cpu.", ".cpu", "CPU", "cpu-avx2", "cpu avx2", "cpu..x", "ä", "cpu\n", "cpu.007", "00"]
 )
 def test_label_refuses(label: str) -> None:
     with pytest.raises(ValueError, match="not a local version label"):
         check_label(label)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "numpy",
+        "numpy>=1.26",
+        "torch >= 2.10, < 3",
+        "a[b,c-d]==1.*",
+        "x~=1.0; python_version < '3.12'",
+        "y===1+l",
+    ],
+)
+def test_requirement(text: str) -> None:
+    Requirement(text)
+    assert check_requirement(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "foo >=",
+        "foo>=1\nRequires-Dist: bar",
+        "foo @ https://x/y.whl",
+        "foo;",
+        "foo 1",
+        "-r x",
+        "foo>=1,",
+    ],
+)
+def test_requirement_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a requirement"):
+        check_requirement(text)
 
 
 @pytest.mark.parametrize(
