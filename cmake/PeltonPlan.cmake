@@ -37,8 +37,10 @@ endfunction()
 # Runs `python -m pelton_build <subcommand> <argument>...` of this source tree. It stops CMake when that fails; its own
 # message has been shown then.
 function(pelton_run_build_tool subcommand)
+  # The package is found in the working directory, where PYTHONSAFEPATH would not let Python look.
   execute_process(
-    COMMAND "${Python_EXECUTABLE}" -X utf8 -m pelton_build ${subcommand} ${ARGN}
+    COMMAND "${CMAKE_COMMAND}" -E env --unset=PYTHONSAFEPATH
+      "${Python_EXECUTABLE}" -X utf8 -m pelton_build ${subcommand} ${ARGN}
     WORKING_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}/python"
     RESULT_VARIABLE status)
   if(NOT status EQUAL 0)

@@ -200,10 +200,12 @@ def _program(variable: str, environ: Mapping[str, str]) -> tuple[str, str]:
     except ValueError:
         words = [value]
     if len(words) > 1:
+        programs = [word for word in words if not word.startswith("-")] or words
+        one = next((word for word in reversed(programs) if _which(word, environ)), programs[-1])
         hint = "; for a launcher such as ccache use -C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"
         return (
             "",
-            f"{variable}={value}: name one program without arguments, such as {variable}={words[-1]}{hint}",
+            f"{variable}={value}: name one program without arguments, such as {variable}={one}{hint}",
         )
     return "", f"{variable}={value}: there is no such program; set {variable} to one that exists or unset it"
 
@@ -217,12 +219,22 @@ def _version_in(text: str) -> str:
 # --- host compiler ------------------------------------------------------------------------------------------
 
 
+_C_DRIVER = re.compile(r"(?:.*-)?(gcc|clang|cc)(?:-[\d.]+)?", re.ASCII)
+"""Names of programs that compile C++ files too, and then link without its library."""
+
+
 def probe_cxx(environ: Mapping[str, str]) -> Probe:
     """The C++ compiler."""
     if environ.get("CXX", "").strip():
         path, problem = _program("CXX", environ)
         if problem:
             return Probe(problem=problem)
+        if match := _C_DRIVER.fullmatch(Path(path).name):
+            cxx = Path(path).name.replace(match[1], {"gcc": "g++", "clang": "clang++", "cc": "c++"}[match[1]])
+            return Probe(
+                problem=f"CXX={environ['CXX']}: {path} is the compiler of C and does not link the C++ library; "
+                f"set CXX to that of C++, such as {cxx}"
+            )
         tool, why = _cxx(path, "CXX", environ)
         return Probe(
             tool, f"CXX={environ['CXX']}: {path} {why}; set CXX to a C++ compiler or unset it" if why else ""

@@ -115,6 +115,13 @@ def test_a_compiler_in_a_folder_with_blanks(tmp_path: Path) -> None:
     [
         ("/nonexistent", "CXX=/nonexistent: there is no such program"),
         ("ccache g++", "CXX=ccache g++: name one program without arguments, such as CXX=g++; for a launcher"),
+        ("g++ -m32", "name one program without arguments, such as CXX=g++; for a launcher"),
+        (
+            "{0}/gcc",
+            "/gcc is the compiler of C and does not link the C++ library; set CXX to that of C++, such as g++",
+        ),
+        ("x86_64-linux-gnu-gcc-12", "such as x86_64-linux-gnu-g++-12"),
+        ("clang-19", "such as clang++-19"),
         ("g++ -m32 'x", "there is no such program"),
         ("tool", "is neither gcc nor clang (it says 'a tool 1.0')"),
         ("failing", "ends with status 3"),
@@ -123,8 +130,9 @@ def test_a_compiler_in_a_folder_with_blanks(tmp_path: Path) -> None:
 def test_unusable_cxx_is_an_error(tmp_path: Path, value: str, message: str) -> None:
     script(tmp_path / "tool", "echo a tool 1.0")
     script(tmp_path / "failing", "exit 3")
-    script(tmp_path / "g++", GCC.format("12.2.0"))
-    probe = probe_cxx({"PATH": str(tmp_path), "CXX": value})
+    for name in ("g++", "gcc", "x86_64-linux-gnu-gcc-12", "clang-19"):
+        script(tmp_path / name, GCC.format("12.2.0"))
+    probe = probe_cxx({"PATH": str(tmp_path), "CXX": value.format(tmp_path)})
     assert probe.tool is None
     assert message in probe.problem and probe.problem.startswith("CXX=")
 
