@@ -1,6 +1,5 @@
 // Attention of new tokens over a paged KV cache: decode and chunked prefill, with an online softmax in fp32.
-// One item is a tile of queries of one kv head (all query heads that share it); items lie on one line of
-// work that is cut into equal parts, also through the context of an item, whose partial results are merged.
+// Items (a tile of queries of one kv head) lie on a line of work cut into equal parts, through contexts too.
 // Method: Dao, "FlashAttention-2", 2023; the cut is "Stream-K", Osama et al., 2023; paging is vLLM's.
 #include <algorithm>
 #include <cmath>

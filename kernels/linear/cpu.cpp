@@ -1,6 +1,5 @@
 // out = x W^T + bias with weights packed into panels, [panels][in_features][panel width], sums in fp32.
-// One task is a block of rows times a run of panels; x is widened into tiles once a task, a panel is
-// read once a task, and one register tile (common/tile.h) serves one row as well as thousands.
+// A task is a block of rows, widened once, times a run of panels, each read once, by register tiles.
 // Method: Goto and van de Geijn, 2008, with B packed ahead of time and A a task at a time.
 #include <algorithm>
 
