@@ -155,6 +155,8 @@ WRONG = {
     "[cpu]\nenabled = ['avx2']": "cpu.enabled: unknown 'avx2'",
     "cpu = 3": "expected a table",
     "[cpu": "cannot be read",
+    "x = " + "[" * 5000: "cannot be read",
+    "x = " + "9" * 5000: "cannot be read",
 }
 
 

@@ -240,7 +240,7 @@ def described_machine(path: Path, real: Machine) -> Machine:
 
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise wrong(f"cannot be read ({error})") from None
 
     def text(table: Mapping[str, Any], key: str) -> str:

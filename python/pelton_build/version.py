@@ -53,7 +53,7 @@ ABBREVIATION = 10  # digits of a commit in a version
 PACKAGED = ("build_profiles/", "cmake/", "kernels/", "python/")
 
 _TAG = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?", re.ASCII)
-_DESCRIBED = re.compile(r"(?P<tag>.+?)(?:-(?P<distance>\d+)-g(?P<commit>[0-9a-f]{7,64}))?", re.ASCII)
+_DESCRIBED = re.compile(r"(?P<tag>.+?)(?:-(?P<distance>\d+)-g(?P<commit>[0-9a-f]{4,64}))?", re.ASCII)
 _VERSION = re.compile(
     r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?", re.ASCII
 )
@@ -190,13 +190,11 @@ def source_version(root: Path, environ: Mapping[str, str], settings: ProjectSett
 
 def _from_sdist(path: Path) -> SourceVersion | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        state = json.loads(path.read_text(encoding="utf-8"))
+        version, epoch, commit = str(state["version"]), int(state["epoch"]), str(state["commit"])
     except FileNotFoundError:
         return None
-    try:
-        state = json.loads(text)
-        version, epoch, commit = str(state["version"]), int(state["epoch"]), str(state["commit"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise VersionError(f"{SDIST_FILE}: damaged ({error}); unpack the source distribution again") from None
     if not _VERSION.fullmatch(version):
         raise VersionError(
@@ -210,6 +208,8 @@ def _from_archive(path: Path, fallback: str) -> SourceVersion | None:
         return version_from_archive(path.read_text(encoding="utf-8"), fallback)
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise VersionError(f"{ARCHIVE_FILE}: damaged ({error}); unpack the archive again") from None
 
 
 def _from_git(root: Path, environ: Mapping[str, str], fallback: str) -> SourceVersion | None:
@@ -281,7 +281,9 @@ def _nearest_tag(git: _Git) -> tuple[Tag | None, int]:
 
 def _is_dirty(git: _Git) -> bool:
     status = git("status", "--porcelain=v1", "-z", "--untracked-files=normal", "--no-renames")
-    return any(_counts(entry) for entry in (status or "").split("\0") if entry)
+    if status is None:  # a damaged index: what has changed cannot be told, so nothing is promised
+        return True
+    return any(_counts(entry) for entry in status.split("\0") if entry)
 
 
 def _counts(entry: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def archive(**entries: str) -> str:
     [
         (archive(describe="v0.3.0"), "0.3.0", False),
         (archive(describe="v0.3.0-5-g1a2b3c4"), f"0.3.1.dev5+g{G}", False),
+        (archive(describe="v0.3.0-5-g1a2b"), f"0.3.1.dev5+g{G}", False),
         (
             archive(describe="%(describe:tags=true)", refs="HEAD -> main, tag: v0.3.0, tag: nightly"),
             "0.3.0",
@@ -213,6 +215,29 @@ def test_which_changes_make_a_tree_dirty(repository: Repository, path: str, dirt
     version = repository.version().version
     assert version.endswith(".dirty") == dirty
     assert version == repository.version().version
+
+
+def test_short_commits_of_a_users_configuration(repository: Repository) -> None:
+    """Git shows as many digits as `core.abbrev` says, from four on."""
+    repository.git("tag", "v0.3.0")
+    head = repository.commit("second")
+    repository.git("config", "core.abbrev", "4")
+    assert repository.version().version == f"0.3.1.dev1+g{head[:10]}"
+
+
+def test_a_damaged_index_is_not_taken_for_an_unchanged_tree(repository: Repository) -> None:
+    repository.git("tag", "v0.3.0")
+    (repository.folder / ".git" / "index").write_bytes(b"damaged")
+    assert repository.version().version.endswith(".dirty")
+
+
+@pytest.mark.parametrize("file", [SDIST_FILE, ARCHIVE_FILE])
+def test_damaged_files_are_one_message(tmp_path: Path, file: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\xff")
+    with pytest.raises(VersionError, match=f"{re.escape(file)}: damaged"):
+        source_version(tmp_path, {}, SETTINGS)
 
 
 def test_other_modification_times_are_no_change(repository: Repository) -> None:
