@@ -65,6 +65,9 @@ _WRAPPED = (
     "wheel",
 )
 
+# Those of them that the backend fills in.
+_FROM_PLAN = ("wheel.tags", "wheel.py-api")
+
 # Variables that other build tools read for what the profile says here.
 _ARCH_VARIABLES = {
     "TORCH_CUDA_ARCH_LIST": "cuda",
@@ -86,6 +89,17 @@ _FLAG_VARIABLES = (
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
     "HIPCC_COMPILE_FLAGS_APPEND",
+)
+# Variables that CMake and the linker take for what the build says itself: how and where to install, what to link.
+_BEHIND_VARIABLES = (
+    "CMAKE_BUILD_TYPE",
+    "CMAKE_CONFIGURATION_TYPES",
+    "CMAKE_CONFIG_TYPE",
+    "CMAKE_INSTALL_MODE",
+    "CMAKE_INSTALL_PREFIX",
+    "CMAKE_TOOLCHAIN_FILE",
+    "DESTDIR",
+    "LD_RUN_PATH",
 )
 _WRAPPED_PREFIX = "SKBUILD_"
 _CMAKE_VARIABLES = ("CMAKE_ARGS", "SKBUILD_CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE")
@@ -127,6 +141,7 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     dropped = {
         *_ARCH_VARIABLES,
         *_FLAG_VARIABLES,
+        *_BEHIND_VARIABLES,
         *_CMAKE_VARIABLES,
         "CMAKE_BUILD_PARALLEL_LEVEL",
         "CUDAHOSTCXX",
@@ -206,6 +221,10 @@ def _command_line(
         elif key.startswith("feature."):
             name = key.removeprefix("feature.")
             raise ChoiceError(f"{option}{key}: unknown feature {name!r}{did_you_mean(name, table.features)}")
+        elif key.removeprefix("skbuild.") in _FROM_PLAN:
+            raise ChoiceError(
+                f"{option}{key}: the wheel's tag follows from the plan; change wheel.glibc in the profile"
+            )
         elif key.removeprefix("skbuild.").split(".")[0] not in _WRAPPED:
             close = nearest(key, [*ours, *_WRAPPED])
             hint = f"; did you mean '{option}{close}'?" if close else ";"
@@ -299,6 +318,8 @@ def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
             notes.append(
                 f"{name}={value} is not used: compiler flags follow from the profile and the kernel table"
             )
+        elif name in _BEHIND_VARIABLES:
+            notes.append(f"{name}={value} is not used: the build says this itself, from the plan")
         elif name in ("CUDAHOSTCXX", "HIPHOSTCXX"):
             notes.append(
                 f"{name}={value} is not used: the host compiler of GPU code is that of the C++ code, set CXX"

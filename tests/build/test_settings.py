@@ -93,6 +93,8 @@ def test_what_lost_is_kept() -> None:
         ({"cmake.args": ["-DX=1", "-DPELTON_PROFILE=x"]}, {}, "-C cmake.args: PELTON_PROFILE follows from the plan"),
         ({"cmake.define.CMAKE_CUDA_ARCHITECTURES": "80"}, {}, "CMAKE_CUDA_ARCHITECTURES follows from the plan"),
         ({"cmake.define.CMAKE_CXX_FLAGS": "-march=native"}, {}, "CMAKE_CXX_FLAGS follows from the plan"),
+        ({"wheel.tags": "py3-none-any"}, {}, "-C wheel.tags: the wheel's tag follows from the plan"),
+        ({"skbuild.wheel.py-api": "cp312"}, {}, "-C skbuild.wheel.py-api: the wheel's tag follows from the plan"),
         ({}, {"PELTON_TARGET_DEVICE": "gpu"}, "did you mean cuda or rocm? allowed: cpu, cuda, rocm"),
         ({}, {"PELTON_TARGET_DEVICE": "cdua"}, "did you mean 'cuda'?"),
         ({}, {"PELTON_ENABLE_MARLN": "1"}, "PELTON_ENABLE_MARLN is unknown; did you mean 'PELTON_ENABLE_MARLIN'?"),
@@ -127,6 +129,10 @@ def test_refuses(config: ConfigSettings, environ: dict[str, str], message: str) 
         ("SKBUILD_BUILD_DIR", "-C build.dir=VALUE"),
         ("CMAKE_BUILD_PARALLEL_LEVEL", "set MAX_JOBS"),
         ("CUDAHOSTCXX", "set CXX"),
+        ("DESTDIR", "the build says this itself"),
+        ("CMAKE_INSTALL_MODE", "the build says this itself"),
+        ("CMAKE_TOOLCHAIN_FILE", "the build says this itself"),
+        ("LD_RUN_PATH", "the build says this itself"),
     ],
 )
 def test_variable_that_is_not_used_is_named_and_dropped(name: str, says: str) -> None:
