@@ -21,10 +21,10 @@ constexpr int64_t kMaxHeadSize = 256;
 constexpr int kHeadStride = kMaxHeadSize + 16;  // of K, V and output rows; not a power of two
 constexpr int kChunkStride = kChunk + 16;
 constexpr int64_t kScoreFloats = std::max(kChunk * kPanel, kFewQueries* kChunkStride);
-constexpr int kScoreRows = kWide ? 6 : 3;  // that fill the registers with four positions each
-constexpr int64_t kChunkWork = 2;          // of a chunk besides its queries, in queries
-constexpr int64_t kPartsPerThread = 4;     // so that a thread that is held up does less
-constexpr int64_t kPartWork = 256 << 10;   // multiplications that are worth a part
+constexpr int kFewRows = kWide ? 6 : 3;   // that fill the registers with four positions each
+constexpr int64_t kChunkWork = 2;         // of a chunk besides its queries, in queries
+constexpr int64_t kPartsPerThread = 4;    // so that a thread that is held up does less
+constexpr int64_t kPartWork = 256 << 10;  // multiplications that are worth a part
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504f;
 
@@ -442,7 +442,7 @@ void score_rows(const float* query, const T* key, int64_t n, int64_t head_size, 
     }
   }
 }
-template <class T, int R = kScoreRows>
+template <class T, int R = kFewRows>
 void score_some_rows(int rows, const float* query, const T* key, int64_t n, int64_t head_size, float* score,
                      Coming coming) {
   if constexpr (R > 1) {
@@ -509,26 +509,27 @@ bool attend_rows(const AttentionArgs& a, AttentionPlan& plan, const Item& item, 
     for (int64_t i = 0; i < segments.size; ++i) {
       const Segment<T>& s = segments.list[i];
       const Coming coming{s.value, next.list[std::min(i, next.size - 1)].key};
-      for (int64_t r = 0; r < rows; r += kScoreRows) {
-        score_some_rows(int(std::min<int64_t>(kScoreRows, rows - r)), b.query + r * kHeadStride, s.key,
-                        s.count, head_size, b.score + r * kChunkStride + s.offset, coming);
+      for (int64_t r = 0; r < rows; r += kFewRows) {
+        score_some_rows(int(std::min<int64_t>(kFewRows, rows - r)), b.query + r * kHeadStride, s.key, s.count,
+                        head_size, b.score + r * kChunkStride + s.offset, coming);
       }
     }
     for (int64_t r = 0; r < rows; ++r) weigh_row(a.soft_cap, n, head_size, r, b);
     for (const Segment<T>& s : segments) {
-      for_each_tile(rows, [&](int64_t, int64_t r, int count) {
+      for (int64_t r = 0; r < rows; r += kFewRows) {
+        const int count = int(std::min<int64_t>(kFewRows, rows - r));
         const float* weights = b.score + r * kChunkStride + s.offset;
         float* output = b.rows + r * kHeadStride;
         int64_t d = 0;
         for (; d + 2 * Vec::width <= head_size; d += 2 * Vec::width) {
-          multiply_rows<2, Weights, From::cache>(count, weights, s.value + d, head_size, output + d,
-                                                 kHeadStride, s.count, true);
+          multiply_rows<2, Weights, From::cache, T, kFewRows>(count, weights, s.value + d, head_size,
+                                                              output + d, kHeadStride, s.count, true);
         }
         if (d < head_size) {
-          multiply_rows<1, Weights, From::cache>(count, weights, s.value + d, head_size, output + d,
-                                                 kHeadStride, s.count, true);
+          multiply_rows<1, Weights, From::cache, T, kFewRows>(count, weights, s.value + d, head_size,
+                                                              output + d, kHeadStride, s.count, true);
         }
-      });
+      }
     }
   }
   return true;

@@ -78,7 +78,7 @@ inline void multiply_tile(const float* a, const B* b, int64_t ldb, float* c, int
   }
 }
 
-// multiply_tile with the number of rows known at run time, 1 <= rows <= kTileRows.
+// multiply_tile with the number of rows known at run time, 1 <= rows <= MR.
 template <int NV, class A, From Source, class B, int MR = kTileRows>
 inline void multiply_rows(int rows, const float* a, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t k,
                           bool accumulate, Ahead ahead = {}) {
