@@ -253,6 +253,7 @@ def _check_rebuild(given: Mapping[str, object]) -> None:
 def _requires(state: str, config_settings: ConfigSettings | None) -> list[str]:
     job = _job(state, config_settings)
     cmake.refuse_problems(job.plan)
+    _set_environment(job.request.version)
     with building(job.distribution):
         requires: list[str] = _wrapped(f"get_requires_for_build_{state}")(dict(job.settings))
     if state == "wheel" and glibc.needs_stubs(job.plan.glibc):

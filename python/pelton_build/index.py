@@ -38,8 +38,10 @@ from typing import Any
 from pelton_build import audit
 from pelton_build.errors import BuildError
 from pelton_build.planning import project_root
+from pelton_build.profile import profile_names
 from pelton_build.project import load_project
 from pelton_build.toml import parse_toml, read_text
+from pelton_build.values import did_you_mean
 
 __all__ = ["IndexBuildError", "IndexReport", "WheelEntry", "build_index", "main", "plan_pages", "read_wheel"]
 
@@ -401,7 +403,7 @@ def build_index(
     foreign = (
         []
         if not out.is_dir() or (out / STATE).exists()
-        else [p.name for p in out.iterdir() if not p.name.startswith(".index-")]
+        else [p.name for p in out.iterdir() if not p.name.startswith((".index-", "..index-"))]
     )
     if foreign:
         raise IndexBuildError(
@@ -534,10 +536,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     yank = options.yank or (Path("yanked.toml") if Path("yanked.toml").exists() else None)
     try:
+        root = project_root()
+        baseline = options.baseline or load_project(root).baseline_profile
+        known = profile_names(root)
+        if baseline not in known:  # or an index would lose its simple/ to a misspelt name
+            raise IndexBuildError(f"unknown baseline profile {baseline!r}{did_you_mean(baseline, known)}")
         report = build_index(
             find_wheels(options.wheels or [Path("dist")]),
             options.out,
-            baseline=options.baseline or load_project(project_root()).baseline_profile,
+            baseline=baseline,
             yanks=read_yanks(yank) if yank else None,
         )
     except BuildError as error:

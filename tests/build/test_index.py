@@ -251,6 +251,11 @@ def test_no_wheels_and_foreign_folder(tmp_path: Path) -> None:
     (tmp_path / "photos" / "cat.jpg").write_bytes(b"cat")
     with pytest.raises(IndexBuildError, match=r"holds other files \(cat.jpg\)"):
         build_index([make_wheel(tmp_path)], tmp_path / "photos", baseline=BASELINE)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed/..index-state.json.new").write_bytes(
+        b"{"
+    )  # by a run that was killed at its first file
+    build_index([make_wheel(tmp_path)], tmp_path / "killed", baseline=BASELINE)
     with pytest.raises(IndexBuildError, match="neither a folder nor a wheel"):
         find_wheels([tmp_path / "gone"])
 
@@ -416,6 +421,12 @@ def test_command_line(dist: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, "--baseline", BASELINE], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "p/cpu-avx512/simple/" in done.stdout
+    misspelt = subprocess.run(
+        [*command, "--baseline", "cpu-avx"], check=False, capture_output=True, text=True
+    )
+    assert misspelt.returncode == 1
+    assert "unknown baseline profile 'cpu-avx'; did you mean 'cpu-avx2'?" in misspelt.stderr
+    assert (tmp_path / "site/simple/index.html").is_file()
     _failing(dist)
     failed = subprocess.run([*command, "--baseline", BASELINE], check=False, capture_output=True, text=True)
     assert failed.returncode == 1

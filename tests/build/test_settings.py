@@ -130,6 +130,7 @@ def test_refuses(config: ConfigSettings, environ: dict[str, str], message: str) 
         ("CMAKE_BUILD_PARALLEL_LEVEL", "set MAX_JOBS"),
         ("CUDAHOSTCXX", "set CXX"),
         ("DESTDIR", "the build says this itself"),
+        ("CMAKE_GENERATOR", "the build says this itself"),
         ("CMAKE_INSTALL_MODE", "the build says this itself"),
         ("CMAKE_TOOLCHAIN_FILE", "the build says this itself"),
         ("LD_RUN_PATH", "the build says this itself"),
