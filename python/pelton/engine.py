@@ -143,9 +143,11 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
-        self.eos_token_ids = tuple(eos_token_ids)
         self.seed = seed
         self.vocab_size = runner.vocab_size
+        # Configs say -1, or an id of the tokenizer's that the embedding lacks: as an index into the logits it
+        # would be another request's token.
+        self.eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < self.vocab_size)
         self.scheduler = Scheduler(
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,

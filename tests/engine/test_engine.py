@@ -443,3 +443,14 @@ def test_an_id_in_use_is_refused():
 
 def test_an_idle_engine_steps():
     assert make_engine().step() == []
+
+
+@pytest.mark.parametrize("eos", [-1, 32, 40, 2**31])
+def test_end_ids_outside_of_the_vocabulary_touch_no_other_request(eos):
+    """As indexes into the logits they are tokens of the neighbours; min_tokens masks them."""
+    params = SamplingParams(temperature=0, max_tokens=4, min_tokens=4)
+    engine = make_engine(FakeRunner(table=successor_table()), eos_token_ids=(eos,))
+    # successors: each of these reaches 31 or 8, which the ids -1 and 40 would mask in another row
+    groups = [engine.add_request([start], params) for start in (28, 5, 28, 5)]
+    run(engine, groups)
+    assert [g.output().outputs[0].token_ids for g in groups] == [[29, 30, 31, 0], [6, 7, 8, 9]] * 2
