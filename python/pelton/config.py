@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from .errors import CheckpointError, InvalidValueError, UnknownOptionError, UnsupportedError, did_you_mean
 from .memory import parse_bytes
-from .rope import RopeConfig
+from .rope import RopeConfig, as_finite
 
 __all__ = [
     "BLOCK_SIZES",
@@ -27,6 +26,9 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_SIZES = (8, 16, 32, 64)
+MAX_HEAD_DIM = 256  # of the attention kernels
+_MAX_SIZE = 2**40
+_MAX_SIZES = {"num_hidden_layers": 1 << 16}  # each costs memory before the weights are looked at
 #: activation names of Hugging Face configs -> the gated activation that computes them
 ACTIVATIONS = {
     "silu": "silu",
@@ -136,9 +138,13 @@ class ModelConfig:
                 f"num_attention_heads={num_heads}"
             )
         head_dim = _positive(config, "head_dim", source, facts.head_dim or hidden_size // num_heads)
+        if head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{source}: heads of {head_dim} elements are not supported; Pelton has up to {MAX_HEAD_DIM}"
+            )
         max_position = _positive(config, "max_position_embeddings", source)
         rope = RopeConfig.from_config(config, head_dim, max_position, source)
-        own_bias = bool(config.get("attention_bias", False))
+        own_bias = _flag(config, "attention_bias", source)
         generation_config = generation_config or {}
         return cls(
             architecture=architecture,
@@ -153,10 +159,10 @@ class ModelConfig:
             rope=rope,
             max_model_len=rope.max_model_len,
             hidden_act=_activation(config, source),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings", source),
             attention_bias=own_bias if facts.qkv_bias is None else facts.qkv_bias,
             attention_output_bias=own_bias if facts.qkv_bias is None else False,
-            mlp_bias=bool(config.get("mlp_bias", False)) if facts.mlp_bias is None else facts.mlp_bias,
+            mlp_bias=_flag(config, "mlp_bias", source) if facts.mlp_bias is None else facts.mlp_bias,
             qk_norm=facts.qk_norm,
             layer_windows=_layer_windows(config, facts, num_layers, source),
             bos_token_ids=_token_ids("bos_token_id", config, generation_config, source),
@@ -173,13 +179,17 @@ def load_model_config(model: str | Path) -> ModelConfig:
         UnsupportedError: a model that Pelton does not implement.
     """
     path = Path(model)
-    if path.is_dir():
+    try:
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name that is too long, or a folder on the way that may not be searched
+        raise CheckpointError(f"{model!s:.200}: cannot be read: {error.strerror}") from None
+    if is_dir:
         config = read_json(path / "config.json", "Pelton reads Hugging Face folders and GGUF files")
         generation = path / "generation_config.json"
         return ModelConfig.from_dict(
             config, str(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
-    if path.is_file():
+    if is_file:
         from . import gguf
 
         if not gguf.is_gguf(path):
@@ -344,15 +354,17 @@ def _architecture_of(config: Mapping[str, Any], source: str) -> str:
             f"{', '.join(_ARCHITECTURES)} as it stands, remove auto_map from the file"
         )
     names = config.get("architectures") or []
-    if not names and config.get("model_type") in _BY_MODEL_TYPE:
-        return _BY_MODEL_TYPE[config["model_type"]]
     if isinstance(names, str):
         names = [names]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{source}: architectures must be a list of names, found {names!r:.80}")
+    if not names and str(config.get("model_type")) in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[str(config["model_type"])]
     for name in names:
         name = _ALIASES.get(name, name)
         if name in _ARCHITECTURES:
             return name
-    found = ", ".join(map(str, names)) or f"model_type {config.get('model_type')!r}"
+    found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
     raise UnsupportedError(
         f"{source}: architecture {found} is not supported; Pelton has {', '.join(_ARCHITECTURES)}"
     )
@@ -376,20 +388,32 @@ def _positive(config: Mapping[str, Any], key: str, source: str, default: int | N
     if value is None:
         raise CheckpointError(f"{source}: {key} is missing")
     if not _is_int(value) or value < 1:
-        raise CheckpointError(f"{source}: {key} must be a positive whole number, found {value!r}")
+        raise CheckpointError(f"{source}: {key} must be a positive whole number, found {value!r:.80}")
+    limit = _MAX_SIZES.get(key, _MAX_SIZE)
+    if value > limit:
+        raise CheckpointError(f"{source}: {key} must be at most {limit}, found {value!r:.80}")
     return int(value)
 
 
+def _flag(config: Mapping[str, Any], key: str, source: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{source}: {key} must be true or false, found {value!r:.80}")
+    return bool(value)
+
+
 def _eps(config: Mapping[str, Any], source: str) -> float:
-    value = config.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
-        raise CheckpointError(f"{source}: rms_norm_eps must be a number of at least 0, found {value!r}")
-    return float(value)
+    value = as_finite(config.get("rms_norm_eps", 1e-6))
+    if value is None or not 0 <= value <= 1:
+        raise CheckpointError(
+            f"{source}: rms_norm_eps must be a number from 0 to 1, found {config.get('rms_norm_eps')!r:.80}"
+        )
+    return value
 
 
 def _activation(config: Mapping[str, Any], source: str) -> str:
     name = config.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedError(
             f"{source}: hidden_act {name!r} is not supported; Pelton has {', '.join(ACTIVATIONS)}"
         )
@@ -401,7 +425,7 @@ def _layer_windows(
 ) -> tuple[int, ...]:
     window = config.get("sliding_window", facts.sliding_window)
     if facts.sliding_window is None or (
-        facts.optional_window and not config.get("use_sliding_window", False)
+        facts.optional_window and not _flag(config, "use_sliding_window", source)
     ):
         window = None  # the architecture has no window, or has it turned off
     if window is None:
@@ -414,8 +438,13 @@ def _layer_windows(
         return (window,) * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", 28)
+        first = config.get("max_window_layers")
+        first = 28 if first is None else first
+        if not _is_int(first):
+            raise CheckpointError(f"{source}: max_window_layers must be a whole number, found {first!r:.80}")
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if not isinstance(kinds, list | tuple):
+        raise CheckpointError(f"{source}: layer_types must be a list, found {kinds!r:.80}")
     unknown = sorted(set(map(str, kinds)) - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != num_layers:
         what = f"{', '.join(unknown)}" if unknown else f"{len(kinds)} entries for {num_layers} layers"

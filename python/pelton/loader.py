@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,14 @@ if TYPE_CHECKING:
 
     from .layers import Weight
 
-__all__ = ["Checkpoint", "CheckpointTensor", "load_weights", "open_checkpoint", "read_safetensors_header"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointTensor",
+    "check_num_layers",
+    "load_weights",
+    "open_checkpoint",
+    "read_safetensors_header",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +268,17 @@ def _header_entry(path: Path, name: str, entry: Any, start: int, size: int) -> S
             "download the file again"
         )
     return SafetensorsTensor(name, shape, dtype, path, start + first, last - first)
+
+
+def check_num_layers(checkpoint: Checkpoint, num_layers: int) -> None:
+    """Raise CheckpointError if the config has more layers than the checkpoint."""
+    numbers = (re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.tensors)
+    found = len({match[1] for match in numbers if match})
+    if num_layers > found:
+        raise CheckpointError(
+            f"{checkpoint.path}: the config says {num_layers} layers, the weights have {found}; they do not belong "
+            "together, or files are missing"
+        )
 
 
 def load_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -26,12 +27,18 @@ def parse_bytes(value: float | str, name: str) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
         if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
-    elif not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer():
+            size = float(match[1]) * _UNITS[match[2].lower()]
+            if math.isfinite(size):
+                return int(size)
+    elif not isinstance(value, bool) and (isinstance(value, int) or _is_whole(value)):
         return int(value)
     raise InvalidValueError(
         f'{name} must be a number of bytes or a size like "2GiB" or "512MiB", found {value!r}'
     )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def format_bytes(count: int) -> str:
@@ -102,11 +109,16 @@ def plan_kv_cache(
     one sequence of `max_model_len` needs it, and never more than `max_num_seqs` such sequences can use.
 
     Raises:
-        CapacityError: one sequence of `max_model_len` does not fit.
+        CapacityError: one sequence of `max_model_len` does not fit, or `kv_cache_memory` is more than there is.
     """
     blocks_per_sequence = -(-max_model_len // block_size)
     needed = (blocks_per_sequence + 1) * bytes_per_block
     if kv_cache_memory is not None:
+        if kv_cache_memory > available:
+            raise CapacityError(
+                f"kv_cache_memory is {kv_cache_memory} bytes ({format_bytes(kv_cache_memory)}), and {available} "
+                f"({format_bytes(max(0, available))}) are free beside the weights: lower it"
+            )
         budget, reason = kv_cache_memory, "kv_cache_memory"
     else:
         share = max(int(available * DEFAULT_SHARE), min(needed, int(available * HIGHEST_SHARE)))

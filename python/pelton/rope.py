@@ -30,6 +30,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _ALIASES = {"su": "longrope"}
 _NEEDS_FACTOR = ("linear", "dynamic", "llama3")
 DEFAULT_THETA = 10000.0
+MAX_POSITIONS = 2**31 - 1  # lengths are int32 in the kernels
 _TABLE_ROWS = 4096  # computed at once: the float64 angles of a long table need not exist together
 
 
@@ -108,10 +109,14 @@ class RopeConfig:
                 f"{source}: head size {head_dim} and partial_rotary_factor {partial:g} make a rotary size of "
                 f"{rotary_dim}; it must be even and from 2 to the head size"
             )
-        original = _number(rope, "original_max_position_embeddings", source, max_position)
+        original = _number(rope, "original_max_position_embeddings", source, float(max_position))
         # For Phi-3 and its kin the key stands beside the rope parameters, and wins.
         if rope_type in ("yarn", "llama3", "longrope") and config.get("original_max_position_embeddings"):
-            original = _number(config, "original_max_position_embeddings", source, max_position)
+            original = _number(config, "original_max_position_embeddings", source, float(max_position))
+        if original < 1:
+            raise CheckpointError(
+                f"{source}: rope original_max_position_embeddings must be at least 1, found {original:g}"
+            )
         if rope.get("factor") is None and rope_type in _NEEDS_FACTOR:
             raise CheckpointError(
                 f"{source}: rope type {rope_type!r} needs a factor, and the config has none"
@@ -142,16 +147,36 @@ class RopeConfig:
             "low_freq_factor", 1.0
         ):
             raise CheckpointError(f"{source}: rope high_freq_factor must be greater than low_freq_factor")
-        for key in ("rope_theta", "factor"):
+        for key in ("rope_theta", "factor", "beta_fast", "beta_slow"):
             if values.get(key, 1.0) <= 0:
                 raise CheckpointError(f"{source}: rope {key} must be positive, found {values[key]:g}")
         _warn_of_unknown(rope, source)
-        return cls(
+        config_read = cls(
             rotary_dim=rotary_dim,
             max_position=max_position,
             original_max_position=original,
             rope_type=rope_type,
             **values,
+        )
+        _check_range(config_read, source)
+        return config_read
+
+
+def _check_range(rope: RopeConfig, source: str) -> None:
+    """Each value may be sound and all of them together still give no rotation."""
+    try:
+        length = rope.max_model_len
+        with np.errstate(all="ignore"):
+            angles = inverse_frequencies(rope, length) * length
+            is_sound = bool(np.isfinite(angles).all()) and math.isfinite(np.float32(rope.cos_sin_scale))
+    except ArithmeticError:  # an overflow or a division by zero
+        is_sound = False
+    if not is_sound:
+        raise CheckpointError(f"{source}: the rope parameters give no finite rotation: {rope}")
+    if not 1 <= length <= MAX_POSITIONS:
+        raise CheckpointError(
+            f"{source}: max_position_embeddings={rope.max_position} and the rope factor {rope.factor:g} make a "
+            f"longest sequence of {length:.6g} tokens; it must be from 1 to {MAX_POSITIONS}"
         )
 
 
@@ -264,9 +289,21 @@ def _number(values: Mapping[str, Any], key: str, source: str, default: float | N
     value = values.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{source}: rope {key} must be a number, found {value!r}")
-    return float(value)
+    number = as_finite(value)
+    if number is None:
+        raise CheckpointError(f"{source}: rope {key} must be a number, found {value!r:.80}")
+    return number
+
+
+def as_finite(value: Any) -> float | None:
+    """The number as a float; None for what is none, or not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's integers have no limit
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _factors(rope: Mapping[str, Any], key: str, count: int, source: str) -> tuple[float, ...]:
@@ -274,10 +311,12 @@ def _factors(rope: Mapping[str, Any], key: str, count: int, source: str) -> tupl
     if (
         not isinstance(value, list | tuple)
         or len(value) != count
-        or not all(isinstance(x, int | float) for x in value)
+        or not all(as_finite(x) for x in value)  # a factor of 0 would divide by it
     ):
         found = f"{len(value)} of them" if isinstance(value, list | tuple) else repr(value)
-        raise CheckpointError(f"{source}: rope {key} must be a list of {count} numbers, found {found}")
+        raise CheckpointError(
+            f"{source}: rope {key} must be a list of {count} numbers other than 0, found {found}"
+        )
     return tuple(float(x) for x in value)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from .config import EngineConfig, ModelConfig
 from .cpu_graph import CpuGraph
 from .errors import CapacityError
 from .layers import Step, Workspace
-from .loader import load_weights, open_checkpoint
+from .loader import check_num_layers, load_weights, open_checkpoint
 from .memory import available_memory, format_bytes, plan_kv_cache
 from .models import build_model
 
@@ -98,24 +99,28 @@ class Runner:
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len
 
-        tied = model_config.tie_word_embeddings and "lm_head.weight" not in checkpoint.tensors
-        self.model = build_model(model_config, self.dtype, config.max_model_len, tied=tied)
-        weights = self.model.weights()
-        weight_bytes = sum(math.prod(weight.shape) for weight in weights.values()) * self.dtype.itemsize
+        # Before anything is made that grows with the config's numbers: they may be wrong.
+        check_num_layers(checkpoint, model_config.num_layers)
         available = available_memory()
-        if weight_bytes > available:
-            raise CapacityError(
-                f"{config.model}: the weights take {weight_bytes} bytes ({format_bytes(weight_bytes)}) as "
-                f"{dtype_name}, and {available} ({format_bytes(available)}) are free: use a smaller model or dtype"
-            )
-        self.kv_plan = plan_kv_cache(
+        plan_cache = partial(
+            plan_kv_cache,
             bytes_per_block=model_config.kv_bytes_per_token(self.dtype.itemsize) * config.block_size,
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
             kv_cache_memory=config.kv_cache_bytes,
-            available=available - weight_bytes,
         )
+        plan_cache(available=available)
+        tied = model_config.tie_word_embeddings and "lm_head.weight" not in checkpoint.tensors
+        self.model = build_model(model_config, self.dtype, config.max_model_len, tied=tied)
+        weights = self.model.weights()
+        weight_bytes = sum(math.prod(weight.shape) for weight in weights.values()) * self.dtype.itemsize
+        if weight_bytes > available:
+            raise CapacityError(
+                f"{config.model}: the weights take {weight_bytes} bytes ({format_bytes(weight_bytes)}) as "
+                f"{dtype_name}, and {available} ({format_bytes(available)}) are free: use a smaller model or dtype"
+            )
+        self.kv_plan = plan_cache(available=available - weight_bytes)
         self.num_blocks = self.kv_plan.num_blocks
         with torch.no_grad():
             load_weights(checkpoint, weights, tied=model_config.tie_word_embeddings, progress=config.progress)
@@ -128,9 +133,13 @@ class Runner:
             self.kv_plan.reason,
         )
 
-        max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        # A sequence has a block at least, and a token a slot of its own: no step is larger than the cache.
+        num_blocks = self.num_blocks - 1
+        max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks)
         self._graph_sizes = () if config.enforce_eager else graph_batch_sizes(max_seqs)
-        max_rows = max(config.max_num_batched_tokens, *self._graph_sizes, 1)
+        max_rows = max(
+            min(config.max_num_batched_tokens, num_blocks * self.block_size), *self._graph_sizes, 1
+        )
         max_seqs = max(max_seqs, *self._graph_sizes, 1)
         self._inputs = _Inputs(max_rows, max_seqs, -(-config.max_model_len // config.block_size))
         self._workspace = Workspace(max_rows, self.dtype)

@@ -21,6 +21,7 @@ from pelton.errors import (
     UnsupportedError,
 )
 from pelton.memory import available_memory, format_bytes, parse_bytes, plan_kv_cache
+from pelton.rope import cos_sin_table
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,6 +156,88 @@ def test_refused_configs_name_file_and_key(
         read(**changes)
 
 
+HUGE = 10**400  # JSON's integers have no limit
+ROPES: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", True),
+        ("architectures", [["LlamaForCausalLM"]]),
+        ("hidden_act", ["silu"]),
+        ("num_hidden_layers", 10**9),  # would take memory before the weights are looked at
+        ("num_hidden_layers", HUGE),
+        ("vocab_size", HUGE),
+        ("max_position_embeddings", 2**31),
+        ("head_dim", 10**9),
+        ("rms_norm_eps", HUGE),
+        ("rms_norm_eps", None),
+        ("rope_theta", HUGE),
+        ("partial_rotary_factor", HUGE),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", 1),
+        ("mlp_bias", []),
+    ],
+)
+def test_values_of_a_wrong_kind_or_size_are_named(key: str, value: Any) -> None:
+    with pytest.raises(PeltonError, match=key.replace("head_dim", "head")) as caught:
+        read(**{key: value})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layer_types", 3), ("max_window_layers", "x"), ("use_sliding_window", "no"), ("sliding_window", 0.5)],
+)
+def test_wrong_kinds_of_window_values_are_named(key: str, value: Any) -> None:
+    config = {"sliding_window": 8, "use_sliding_window": True, "architectures": ["Qwen2ForCausalLM"]}
+    with pytest.raises(PeltonError, match=key):
+        read(**{**config, key: value})
+
+
+def test_max_window_layers_null_is_the_default() -> None:
+    config = read(
+        architectures=["Qwen2ForCausalLM"],
+        sliding_window=8,
+        use_sliding_window=True,
+        max_window_layers=None,
+        num_hidden_layers=30,
+    )
+    assert config.layer_windows == (0,) * 28 + (8,) * 2
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "factor",
+        "rope_theta",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, 1, 1.0, 1e-300, 1e300, HUGE, float("nan"), "x", [], None])
+def test_rope_values_give_a_finite_rotation_or_a_named_error(rope_type: str, key: str, value: Any) -> None:
+    scaling = {"rope_type": rope_type, **ROPES[rope_type], key: value}
+    try:
+        config = read(rope_parameters=scaling)
+    except PeltonError as error:
+        assert "config.json" in str(error)
+    else:
+        assert 1 <= config.max_model_len < 2**31
+        table = cos_sin_table(config.rope, min(config.max_model_len, 300))
+        assert bool(table.isfinite().all())
+
+
 def test_eos_of_generation_config_joins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
     assert load_model_config(tmp_path).eos_token_ids == (2,)
@@ -254,6 +337,19 @@ def test_parse_bytes(value: Any, expected: int) -> None:
     assert parse_bytes(value, "x") == expected
 
 
+@pytest.mark.parametrize("value", ["9" * 400, "9" * 400 + "GiB", float("inf"), float("nan")])
+def test_sizes_beyond_all_numbers(value: Any) -> None:
+    with pytest.raises(InvalidValueError, match="x must be"):
+        parse_bytes(value, "x")
+    assert parse_bytes(HUGE, "x") == HUGE  # refused later, with the memory there is
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^{name[:100]}.*(cannot be read|no such folder)"):
+        load_model_config(name)
+
+
 @given(st.text() | st.floats() | st.none() | st.booleans() | st.integers(0))
 def test_parse_bytes_gives_a_number_or_a_named_error(value: Any) -> None:
     try:
@@ -287,6 +383,11 @@ def test_kv_cache_sizes() -> None:
     assert plan(kv_cache_memory=1100).num_blocks == 11
     assert plan(kv_cache_memory=10_050).num_blocks == 100  # asked for: taken as it is
     assert plan(kv_cache_memory=10_050).num_bytes == 10_000
+
+
+def test_more_memory_for_the_kv_cache_than_there_is() -> None:
+    with pytest.raises(CapacityError, match=r"kv_cache_memory is 1125899906842624 bytes .* free"):
+        plan(kv_cache_memory=2**50)
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_memory": 1099}, {"available": 1200}])

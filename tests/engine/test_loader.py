@@ -193,6 +193,13 @@ def test_tensors_that_do_not_fit_the_config(model: Path, change: Any, message: s
         load(model)
 
 
+def test_more_layers_in_the_config_than_weights(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 60_000}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"60000 layers, the weights have \d"):
+        load(model)
+
+
 def test_tensor_type_that_is_not_read(model: Path) -> None:
     edit(model, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
     with pytest.raises(

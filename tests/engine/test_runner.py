@@ -258,6 +258,12 @@ def test_budget_and_length_are_checked_before_weights_are_read(monkeypatch: pyte
         make(max_model_len=300)
 
 
+def test_inputs_are_no_larger_than_the_cache() -> None:
+    runner = make(kv_cache_memory="1MiB", max_num_batched_tokens=10**15, max_num_seqs=10**15)
+    slots = (runner.num_blocks - 1) * runner.block_size
+    assert runner._inputs.ids.numel() <= max(slots, 256)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_more_sequences_than_batched_tokens(tokens: int) -> None:
     it = driver(max_num_batched_tokens=tokens, max_num_seqs=8)
