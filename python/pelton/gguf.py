@@ -666,6 +666,8 @@ class GgufFile:
         if heads <= 0 or hidden <= 0:
             raise GgufError(f"{self.path}: corrupt: embedding length {hidden} with {heads} attention heads")
         head_dim = self._get("attention.key_length", int, hidden // heads)
+        if head_dim <= 0:
+            raise GgufError(f"{self.path}: corrupt: heads of {head_dim} elements")
         if self._get("attention.value_length", int, head_dim) != head_dim:
             raise UnsupportedError(f"{self.path}: keys and values of different length are not supported")
         has = self._by_name.__contains__
@@ -737,12 +739,20 @@ class GgufFile:
         if ROPE_FREQS in self._by_name:
             theta = self._get("rope.freq_base", float, 10000.0)
             rotary = self._get("rope.dimension_count", int, head_dim)
-            return _factors_as_scaling(self.tensor(ROPE_FREQS).load().tolist(), theta, rotary, context)
+            factors = self.tensor(ROPE_FREQS).load().flatten().tolist()
+            if not all(0 < f < math.inf for f in factors) or not 0 < theta < math.inf or rotary <= 0:
+                raise GgufError(
+                    f"{self.path}: corrupt: {ROPE_FREQS!r}, a rope base of {theta:g} and a rotary size of {rotary} "
+                    "give no rotation"
+                )
+            return _factors_as_scaling(factors, theta, rotary, context)
         if kind in (None, "linear"):
             return {"rope_type": "linear", "factor": factor} if factor not in (0.0, 1.0) else None
         if kind == "none":
             return None
         if kind == "yarn":
+            if not 0 < factor < math.inf:
+                raise GgufError(f"{self.path}: corrupt: a rope scaling factor of {factor:g}")
             scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
             scaling["original_max_position_embeddings"] = original or int(context / factor)
             attn_factor = self._get("rope.scaling.attn_factor", float, None)
@@ -791,6 +801,8 @@ class GgufFile:
 
 def _shortest(value: float) -> float:
     """The shortest decimal with the same fp32 value: files store fp32, so that 1e-5 reads 9.99999974e-06."""
+    if not math.isfinite(value) or abs(value) > 3e38:  # a float64 may be larger than any fp32
+        return value
     for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")
         if struct.pack("<f", short) == struct.pack("<f", value):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import TokenizerError, did_you_mean
 from .gguf import GgufFile, StringArray
-from .tokenizer import SKIP_HINT, Tokenizer
+from .tokenizer import SKIP_HINT, Tokenizer, library_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -126,10 +126,14 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
         )
     tokens = list(tokens)
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if not isinstance(types, list):
+        raise TokenizerError(
+            f"{file.path}: tokenizer.ggml.token_type is {types!r:.80}, not one type for each token"
+        )
     if len(types) != len(tokens):
         raise TokenizerError(f"{file.path}: {len(tokens)} tokens but {len(types)} token types")
     pre = metadata.get("tokenizer.ggml.pre")
-    try:
+    with library_errors(f"{file.path}: its tokenizer is damaged"):
         if kind == "gpt2":
             backend, bos_default = _byte_level(file, tokens, types, pre), pre in _WHOLE_PIECES
         elif kind == "llama":
@@ -139,13 +143,9 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
                 f"{file.path}: tokenizer {kind!r} is not supported; supported are gpt2 (byte-level BPE) and "
                 f"llama (SentencePiece). {SKIP_HINT}"
             )
-    except TokenizerError:
-        raise
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{file.path}: its tokenizer is damaged: {error}") from error
-    names = _special_names(file, tokens)
-    _mark_special(backend, tokens, types, kind == "gpt2")
-    _add_bos_and_eos(file, backend, names, bos_default)
+        names = _special_names(file, tokens)
+        _mark_special(backend, tokens, types, kind == "gpt2")
+        _add_bos_and_eos(file, backend, names, bos_default)
     return Tokenizer(backend, special_tokens=names, chat_templates=_chat_templates(metadata), path=file.path)
 
 

@@ -12,7 +12,8 @@ import datetime
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -55,6 +56,10 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
     from .gguf import GgufFile, is_gguf
 
     path = Path(model_path)
+    try:
+        path.stat()
+    except (OSError, ValueError):  # ValueError: a NUL in it
+        raise TokenizerError(f"{path!s:.200}: no such folder or GGUF file") from None
     if is_gguf(path):
         from .gguf_tokenizer import tokenizer_from_gguf
 
@@ -125,14 +130,17 @@ class Tokenizer:
             TokenizerError: `text` is not valid Unicode text.
         """
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            with library_errors("the tokenizer cannot encode the prompt", (TypeError, UnicodeEncodeError)):
+                return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as error:
             kind = f"{type(text).__name__}" if not isinstance(text, str) else "text with lone surrogates"
             raise TokenizerError(f"a prompt must be valid Unicode text, got {kind}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all ids at once; ids that the vocabulary does not have give no text."""
-        text = str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        ids = [i for i in token_ids if 0 <= i < 1 << 32]
+        with library_errors("the tokenizer cannot decode its tokens"):
+            text = str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
         return _clean_up(text) if self.cleans_up_spaces else text
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -201,8 +209,6 @@ class Tokenizer:
             final = chat[-1].get("content", "")
             if not isinstance(final, str) or not final.strip():
                 raise TokenizerError("continue_final_message=True needs a last message with text")
-        import jinja2
-
         try:
             text = _template(source).render(
                 messages=chat,
@@ -211,8 +217,12 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(f"the chat template refuses these messages: {error}") from error
+        except TokenizerError:
+            raise
+        except Exception as error:  # whatever the template's own expressions raise
+            raise TokenizerError(
+                f"the chat template refuses these messages: {error or type(error).__name__}"
+            ) from error
         if continue_final_message:
             at = text.rfind(final)
             length = len(final)
@@ -402,7 +412,7 @@ def _clean_up(text: str) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: must hold a JSON object, not {type(value).__name__}")
@@ -417,10 +427,14 @@ def _from_folder(path: Path) -> Tokenizer:
     import tokenizers
 
     file = path / "tokenizer.json"
+    unreadable = f"{file}: not a tokenizer that can be read"
     try:
-        backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{file}: not a tokenizer that can be read: {error}") from error
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{unreadable}: {error}") from error
+    _check_subword_prefix(text, file)
+    with library_errors(unreadable):
+        backend = tokenizers.Tokenizer.from_str(text)
     config = _optional_json(path / "tokenizer_config.json")
     names = _special_names(config, _optional_json(path / "special_tokens_map.json"))
     _add_missing(backend, config, names, path)
@@ -431,6 +445,39 @@ def _from_folder(path: Path) -> Tokenizer:
         cleans_up_spaces=bool(config.get("clean_up_tokenization_spaces", False)) and _wants_clean_up(backend),
         path=path,
     )
+
+
+@contextmanager
+def library_errors(what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What the `tokenizers` library raises as a TokenizerError: plain Exception, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        is_theirs = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not is_theirs or isinstance(error, (TokenizerError, *passing)):
+            raise
+        raise TokenizerError(f"{what}: {error}") from error
+
+
+def _check_subword_prefix(text: str, file: Path) -> None:
+    """Refuse BPE merges that do not fit `continuing_subword_prefix`.
+
+    The library cuts as many bytes off the right part of each as the prefix has, whatever they are, and ends the
+    process where that is in the middle of a character.
+    """
+    if not re.search(r'"continuing_subword_prefix"\s*:\s*"[^"]', text):
+        return
+    try:
+        model = json.loads(text)["model"]
+        prefix, merges = model["continuing_subword_prefix"], model.get("merges") or []
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        bad = next((pair for pair in pairs if len(pair) != 2 or not pair[1].startswith(prefix)), None)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return  # not for us to say: the library names what is wrong with the file
+    if bad is not None:
+        raise TokenizerError(
+            f"{file}: damaged: the merge {bad!r:.80} does not fit the continuing_subword_prefix {prefix!r}"
+        )
 
 
 def _wants_clean_up(backend: tokenizers.Tokenizer) -> bool:
@@ -465,7 +512,10 @@ def _add_missing(
     from tokenizers import AddedToken
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for index, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+    added = config.get("added_tokens_decoder") or {}
+    if not isinstance(added, Mapping) or not all(re.fullmatch(r"\d{1,18}", index) for index in added):
+        raise TokenizerError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder must map ids to tokens")
+    for index, entry in sorted(added.items(), key=lambda item: int(item[0])):
         text = _token_text(entry)
         if text is None or text in known:
             continue
@@ -480,10 +530,14 @@ def _add_missing(
         flags = {
             k: bool(entry[k])
             for k in ("lstrip", "rstrip", "single_word", "normalized", "special")
-            if k in entry
+            if isinstance(entry, Mapping) and k in entry
         }
         backend.add_tokens([AddedToken(text, **flags)])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(extra, Mapping | list):
+        raise TokenizerError(
+            f"{path / 'tokenizer_config.json'}: extra_special_tokens must be a list of tokens"
+        )
     extra = map(_token_text, extra.values() if isinstance(extra, Mapping) else extra)
     tokens = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in [*names.values(), *(text for text in extra if text and text not in tokens)]:
@@ -508,7 +562,10 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files |= {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
     for name, file in files.items():
         if file.is_file():
-            templates[name] = file.read_text(encoding="utf-8")
+            try:
+                templates[name] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise TokenizerError(f"{file}: cannot be read as text: {error}") from error
     return templates
 
 

@@ -375,12 +375,34 @@ def test_unsupported_models(tmp_path, arch, changes, message):
         ({"llama.embedding_length": None}, "'llama.embedding_length' is missing"),
         ({"llama.embedding_length": "big"}, "'llama.embedding_length' is 'big', not a number"),
         ({"llama.attention.head_count": 0}, "0 attention heads"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0}, "rope scaling factor of 0"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -2.0}, "factor of -2"),
+        ({"llama.attention.key_length": 0, "llama.attention.value_length": 0}, "heads of 0 elements"),
     ],
 )
 def test_metadata_that_are_missing_or_wrong(tmp_path, changes, message):
     path = factory.write_gguf(tmp_path / "x.gguf", values=factory.metadata(**changes))
     with pytest.raises(GgufError, match=message):
         gguf.read_config(path)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_rope_factors_that_give_no_rotation(tmp_path, bad):
+    tensors = factory.model_tensors() | {"rope_freqs.weight": np.array([1.0] * 15 + [bad], np.float32)}
+    with pytest.raises(GgufError, match=r"corrupt: 'rope_freqs.weight'"):
+        config(tmp_path, tensors=tensors)
+
+
+def test_a_float64_beyond_fp32_is_no_crash(tmp_path, monkeypatch):
+    plain = factory.add_value
+    monkeypatch.setattr(
+        factory,
+        "add_value",
+        lambda writer, key, value: (
+            writer.add_float64(key, value) if "freq_base" in key else plain(writer, key, value)
+        ),
+    )
+    assert config(tmp_path, **{"rope.freq_base": 1e300})["rope_theta"] == 1e300
 
 
 def test_unknown_tensor_is_named(tmp_path):

@@ -4,6 +4,8 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,13 @@ def test_the_date_is_this_machines(tmp_path):
         ("{{ messages[0].content.nothing.more }}", USER, "refuses these messages"),
         ("{{ ''.__class__.__mro__ }}", USER, "refuses these messages.*unsafe"),
         ("{{ messages.append(1) }}", USER, "refuses these messages.*unsafe"),
+        ("{{ 1 / 0 }}", USER, "refuses these messages: division by zero"),
+        ("{{ 10 ** 400 * 1.5 }}", USER, "refuses these messages: int too large"),
+        (
+            "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+            USER,
+            "refuses these messages: maximum recursion depth",
+        ),
         ("x", [], r"messages must be a list.*\(empty\)"),
         ("x", "hello", "messages must be a list.*got str"),
         ("x", ["hello"], r"messages\[0\] must be a dict with 'role'"),
@@ -315,6 +324,31 @@ def test_continuing_needs_something_to_continue(tmp_path):
 # --- damaged folders and odd input ---
 
 
+def test_merges_that_end_the_librarys_process_or_make_it_panic_are_one_error(tmp_path):
+    """In a process of its own: the library aborts when a prefix is cut off in the middle of a character."""
+    path = folder(tmp_path / "m", factory.byte_level(), NAMES)
+    data = json.loads((path / "tokenizer.json").read_text())
+    model = data["model"] | {"vocab": {"a": 0, "ß": 1, "ab": 2}, "merges": [["a", "ß"]]}
+    for prefix, message in ((None, "not a tokenizer that can be read"), ("x", "does not fit the continuing")):
+        changed = {**data, "added_tokens": [], "model": {**model, "continuing_subword_prefix": prefix}}
+        (path / "tokenizer.json").write_text(json.dumps(changed))
+        code = f"from pelton.tokenizer import load_tokenizer\nload_tokenizer({str(path)!r})"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert found.returncode == 1, found.stderr
+        assert f"TokenizerError: {path / 'tokenizer.json'}" in found.stderr and message in found.stderr
+
+
+def test_a_subword_prefix_that_fits_is_read(tmp_path):
+    path = folder(tmp_path / "m", factory.byte_level(), NAMES)
+    data = json.loads((path / "tokenizer.json").read_text())
+    vocab = {"a": 0, "##b": 1, "ab": 2, "##c": 3, "abc": 4}
+    merges = [["a", "##b"], ["ab", "##c"]]
+    data["model"] |= {"vocab": vocab, "merges": merges, "continuing_subword_prefix": "##"}
+    data |= {"added_tokens": [], "post_processor": None}
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    assert load_tokenizer(path).encode("abc") == [4]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -323,6 +357,17 @@ def test_continuing_needs_something_to_continue(tmp_path):
         ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json: not a tokenizer that can be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: cannot be read as JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: must hold a JSON object, not list"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: cannot be read as JSON"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"x": "y"}}',
+            "added_tokens_decoder must map ids",
+        ),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "added_tokens_decoder must map ids"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 5}', "extra_special_tokens must be a list"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": null}', None),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"300": "special"}}', None),
+        ("chat_template.jinja", "\xff", "chat_template.jinja: cannot be read as text"),
         ("special_tokens_map.json", "\xff", "special_tokens_map.json: cannot be read as JSON"),
         ("vocab.json", "{}", None),
     ],
@@ -384,6 +429,7 @@ def test_special_tokens_outside_of_the_vocabulary_get_no_new_ids(tmp_path):
 def test_ids_that_the_vocabulary_does_not_have():
     tokenizer = load_tokenizer(MARKOV)
     assert tokenizer.decode([9, 127, 10]) == "ab"
+    assert tokenizer.decode([9, -1, 2**40, 10]) == "ab"
     assert tokenizer.token_bytes(127) == tokenizer.token_bytes(-1) == tokenizer.token_bytes(2**70) == b""
     assert tokenizer.id_to_token(-1) is None
     assert tokenizer.vocab_size == 76
@@ -581,6 +627,7 @@ def test_merges_from_scores_do_as_sentencepiece(tmp_path):
             {"ggml.token_type": [1, 1]},
             "382 tokens but 2 token types|381 tokens but 2 token types",
         ),
+        (byte_level_file, {"ggml.token_type": 1}, "token_type is 1, not one type for each token"),
         (byte_level_file, {"ggml.eos_token_id": 5000}, "eos_token_id is 5000, but there are 381 tokens"),
         (sentencepiece_file, {"ggml.scores": [1.0]}, "tokenizer.ggml.scores is missing or not one for each"),
     ],
