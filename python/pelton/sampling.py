@@ -40,6 +40,10 @@ __all__ = ["Sampler", "SamplingParams", "TokenLogprobs"]
 
 #: Temperatures below this are greedy: dividing by them overflows, and nothing but the argmax has any weight.
 GREEDY_BELOW = 1e-5
+# Logits are float32. Within these limits none becomes infinite by what is done to it.
+_MAX_BIAS = 1e30
+_MAX_PENALTY = 1e6
+_MIN_SCALE = 1e-30
 
 # Where names from neighbouring libraries and other parts of the interface have their place.
 _ELSEWHERE = {
@@ -90,7 +94,10 @@ def _integer(name: str, value: object, must: str) -> int:
 def _real(name: str, value: object, must: str, low: float = -math.inf, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _fail(name, value, must)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
     if not (math.isfinite(number) and low <= number <= high):
         raise _fail(name, value, must)
     return number
@@ -125,7 +132,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least this part of the most likely token's probability, in [0, 1]; 0: off."""
     repetition_penalty: float = 1.0
-    """Greater than 0; above 1 makes tokens of prompt and output less likely."""
+    """Greater than 0 (1e-6 to 1e6); above 1 makes tokens of prompt and output less likely."""
     presence_penalty: float = 0.0
     """In [-2, 2]; subtracted from the logits of tokens that the output has."""
     frequency_penalty: float = 0.0
@@ -151,7 +158,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id -> number added to its logit."""
+    """Token id -> number added to its logit, from -1e30 to 1e30."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         # The dataclass's own complaint about a wrong name would not say where the option lives.
@@ -182,10 +189,11 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise _fail("top_p", self.top_p, "in (0, 1]")
         put("min_p", _real("min_p", self.min_p, "in [0, 1]", 0.0, 1.0))
-        must = "a finite number greater than 0"
-        put("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, must, 0.0))
-        if self.repetition_penalty == 0.0:
-            raise _fail("repetition_penalty", self.repetition_penalty, must)
+        must = f"a number greater than 0, from {1 / _MAX_PENALTY:g} to {_MAX_PENALTY:g}"
+        put(
+            "repetition_penalty",
+            _real("repetition_penalty", self.repetition_penalty, must, 1 / _MAX_PENALTY, _MAX_PENALTY),
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             put(name, _real(name, getattr(self, name), "in [-2, 2]", -2.0, 2.0))
         if self.seed is not None:
@@ -254,7 +262,11 @@ class SamplingParams:
             raise _fail("logit_bias", bias, "a mapping from token id to number")
         checked = {
             _integer("logit_bias", token_id, "a mapping from token id (an integer) to number"): _real(
-                f"logit_bias[{token_id}]", value, "a finite number"
+                f"logit_bias[{token_id}]",
+                value,
+                f"a finite number from {-_MAX_BIAS:g} to {_MAX_BIAS:g}",
+                -_MAX_BIAS,
+                _MAX_BIAS,
             )
             for token_id, value in bias.items()
         }
@@ -274,6 +286,11 @@ class SamplingParams:
                     raise InvalidValueError(
                         f"{name}: {token_id} is not a token id of this model (0 to {vocab_size - 1})"
                     )
+        if self.min_tokens and len(self.stop_token_ids or ()) == vocab_size:
+            raise InvalidValueError(
+                f"stop_token_ids are all {vocab_size} tokens of this model, so min_tokens={self.min_tokens} leaves "
+                "none to choose"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count > vocab_size:
@@ -544,7 +561,9 @@ def _scale(x: torch.Tensor, maxima: list[float], params: Sequence[SamplingParams
     # the difference first: large logits keep their precision
     x.sub_(torch.tensor(maxima, device=x.device).unsqueeze(1))
     if any(p.temperature != 1.0 for p in params):
-        x.mul_(torch.tensor([1.0 / p.temperature for p in params], device=x.device).unsqueeze(1))
+        # never by 0, which would make NaN of the tokens that are masked with -inf
+        scale = [max(1.0 / p.temperature, _MIN_SCALE) for p in params]
+        x.mul_(torch.tensor(scale, device=x.device).unsqueeze(1))
     if any(p.min_p > 0.0 for p in params):
         floor = [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params]
         x.masked_fill_(x < torch.tensor(floor, device=x.device).unsqueeze(1), -math.inf)

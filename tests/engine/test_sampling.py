@@ -37,7 +37,7 @@ NAN, INF = math.nan, math.inf
         ("top_k", [-2, 1.5, True, None]),
         ("top_p", [0, 0.0, -0.1, 1.0001, NAN, True, None]),
         ("min_p", [-0.1, 1.1, NAN, False]),
-        ("repetition_penalty", [0, -1, NAN, INF]),
+        ("repetition_penalty", [0, -1, NAN, INF, 1e-300, 1e39]),
         ("presence_penalty", [2.1, -2.1, NAN, INF]),
         ("frequency_penalty", [2.1, -2.1, NAN, -INF]),
         ("seed", [1.0, True, 2**64, -(2**63) - 1, "0"]),
@@ -69,6 +69,25 @@ def test_good_values_at_their_limits():
     assert SamplingParams(temperature=np.float32(0.5)).temperature == 0.5
     assert type(SamplingParams(max_tokens=np.int64(5)).max_tokens) is int
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "presence_penalty"])
+def test_integers_beyond_all_floats(name):
+    with pytest.raises(InvalidValueError, match=name):
+        SamplingParams(**{name: 10**400})
+
+
+@pytest.mark.parametrize("bias", [1e39, -1e39, 10**400])
+def test_a_bias_that_float32_cannot_hold(bias):
+    with pytest.raises(InvalidValueError, match=r"logit_bias\[3\] must be a finite number from -1e\+30"):
+        SamplingParams(logit_bias={3: bias})
+
+
+def test_stop_ids_that_leave_no_token_for_min_tokens():
+    params = SamplingParams(stop_token_ids=range(8), min_tokens=1)
+    params.check_vocabulary(9)
+    with pytest.raises(InvalidValueError, match=r"stop_token_ids are all 8 tokens.*min_tokens=1"):
+        params.check_vocabulary(8)
 
 
 def test_min_over_max():
@@ -137,6 +156,15 @@ def distribution(row: list[float], params: SamplingParams) -> np.ndarray:
                 p[i] = 0
             before += p[i]
     return p / p.sum()
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e50, 1e300])
+def test_masked_tokens_stay_masked_at_any_temperature(temperature):
+    """1 / temperature is 0 in float32, and 0 times the mask's infinity is NaN."""
+    params = SamplingParams(temperature=temperature, min_tokens=1, stop_token_ids=[0, 2])
+    drawn = sample(torch.zeros(400, 5), requests_for(params, 400))
+    assert set(drawn) == {1, 3, 4}
+    assert all(100 < drawn.count(i) < 170 for i in (1, 3, 4))
 
 
 OPTIONS = [
