@@ -8,6 +8,7 @@
 namespace pelton::cpu {
 
 void embedding(const EmbeddingArgs& a, int64_t first_token, int64_t last_token) {
+  if (a.row_bytes == 0) return;  // the pointers may be null
   for (int64_t token = first_token; token < last_token; ++token) {
     std::memcpy(static_cast<char*>(a.out) + token * a.out_stride,
                 static_cast<const char*>(a.weight) + a.ids[token] * a.weight_stride, size_t(a.row_bytes));
