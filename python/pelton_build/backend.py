@@ -313,6 +313,11 @@ def _messages() -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"no space left on the device of {error.filename or Path.cwd()}; free some and build again")
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename:
+            _fail(
+                f"{Path(str(error.filename)).absolute()}: {error.strerror}; build in a folder that this user may "
+                "write to, named with -C build-dir=FOLDER, or copy the source to one"
+            )
         raise
 
 

@@ -158,9 +158,20 @@ def test_a_device_that_becomes_full_is_one_message(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("error: no space left on the device of /some/file")
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_tree_that_cannot_be_written_to_is_one_message(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop, backend._messages():
+        raise OSError(number, "no", "/some/file")
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: /some/file: no; ") and "-C build-dir=FOLDER" in said
+
+
 def test_other_system_errors_keep_their_trace() -> None:
-    with pytest.raises(PermissionError), backend._messages():
-        raise PermissionError(errno.EACCES, "no", "/some/file")
+    with pytest.raises(OSError, match="broken"), backend._messages():
+        raise OSError(errno.EIO, "broken", "/some/file")
 
 
 def test_archives_appear_whole_or_not_at_all(tmp_path: Path) -> None:
