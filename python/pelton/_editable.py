@@ -7,11 +7,17 @@ other installation it is just empty, and in a source tree that was never built i
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+from collections.abc import Iterator
 
 __all__ = ["rebuild"]
 
 MARKER = "pelton._built"
+
+# Would install what is rebuilt somewhere else, so that the old library stayed, or link it in another way.
+_DROPPED = ("CMAKE_INSTALL_MODE", "DESTDIR", "LD_RUN_PATH")
 
 
 def rebuild() -> None:
@@ -20,7 +26,8 @@ def rebuild() -> None:
     Raises LibraryError when that fails; the compiler's or build's own message has been shown then.
     """
     try:
-        importlib.import_module(MARKER)
+        with _without(_DROPPED):
+            importlib.import_module(MARKER)
     except ModuleNotFoundError as error:
         if error.name != MARKER:
             raise
@@ -28,7 +35,8 @@ def rebuild() -> None:
         # CalledProcessError of the build, by its name, so that nobody else pays for importing subprocess.
         if type(error).__name__ == "CalledProcessError":
             problem = (
-                "the build failed; its message stands above. Mend the sources or the profile and import again"
+                "the build failed; its message stands above. Mend the sources or the profile and import again; "
+                "install again if the build folder was removed or the source was moved"
             )
         elif isinstance(error, FileNotFoundError):
             problem = (
@@ -40,3 +48,13 @@ def rebuild() -> None:
         from pelton.errors import LibraryError
 
         raise LibraryError(f"this editable installation of pelton could not be rebuilt: {problem}") from None
+
+
+@contextlib.contextmanager
+def _without(names: tuple[str, ...]) -> Iterator[None]:
+    """Within this context these environment variables are not set."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

@@ -288,7 +288,7 @@ class Editable:
         with zipfile.ZipFile(folder / "wheels" / name) as archive:
             archive.extractall(folder)
 
-    def run(self, program: str) -> subprocess.CompletedProcess[str]:
+    def run(self, program: str, **environ: str) -> subprocess.CompletedProcess[str]:
         preface = (
             "import site, sys\n"
             "sys.modules.pop('_editable_skbc_pelton', None)  # of an installation in this environment\n"
@@ -299,16 +299,22 @@ class Editable:
         return subprocess.run(
             [sys.executable, "-c", preface + program],
             cwd=self.site,
-            env={**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": ""},
+            env={
+                **os.environ,
+                "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONPATH": "",
+                **environ,
+            },
             capture_output=True,
             text=True,
             check=False,
         )
 
-    def library(self) -> str:
+    def library(self, **environ: str) -> str:
         """The library's digest after an import."""
         done = self.run(
-            "import pelton\nfrom pelton import build_info\nprint(build_info.find_file('libpelton.so'))"
+            "import pelton\nfrom pelton import build_info\nprint(build_info.find_file('libpelton.so'))",
+            **environ,
         )
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
@@ -327,7 +333,8 @@ def test_an_editable_installation_follows_its_sources(project: Project, tmp_path
         stream.write(
             'extern "C" __attribute__((visibility("default"))) int pelton_test_mark() { return 7; }\n'
         )
-    touched = installed.library()
+    touched = installed.library(DESTDIR=str(tmp_path / "elsewhere"), LD_RUN_PATH="/elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
     assert touched != before, "a kernel was changed"
 
     profile = copy.folder / "build_profiles" / "cpu-avx2.toml"
