@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import InvalidValueError, PeltonError, did_you_mean
@@ -43,6 +44,9 @@ class Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     try:
         args = _parser().parse_args(argv)
         code = int(args.run(args))
@@ -59,8 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"the Python package {error.name!r} is not installed: pip install {error.name}")
     except BrokenPipeError:  # whoever read our output has gone (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except OSError as error:  # a full disk under the output, a file that cannot be read any more
+        _discard_output()
+        return _fail(f"{error.filename or 'reading or writing failed'}: {error.strerror or error}")
+
+
+def _discard_output() -> None:
+    """Forget what stdout still holds, which Python would try to write once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

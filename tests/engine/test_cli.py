@@ -418,3 +418,23 @@ def test_a_reader_that_leaves_is_no_error(fake, tmp_path):
     process.stderr.close()
     assert process.wait(60) == 1
     assert error == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a disk that is full")
+@pytest.mark.parametrize(
+    ("stdout", "code", "error"), [("/dev/full", 1, "No space left on device"), (None, 0, "")]
+)
+@pytest.mark.parametrize("command", [["generate", "--model", "m", "--prompt", "x", "--quiet"], ["info"]])
+def test_output_that_cannot_be_written(fake, tmp_path, command, stdout, code, error):
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_cli; from pelton import cli\n"
+        "test_cli.FakeLLM.made = []; test_cli.FakeLLM.texts = ('x',) * 5\n"
+        "cli._make_llm = test_cli.FakeLLM\n"
+        f"sys.exit(cli.main({command!r}))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    redirect = ">&-" if stdout is None else f"> {stdout}"
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, program]
+    done = subprocess.run(shell, env=env, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert error in done.stderr and len(done.stderr.splitlines()) == bool(error)
