@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -240,8 +241,9 @@ def _check_rebuild(given: Mapping[str, object]) -> None:
         rebuild = parse_switch(str(wanted))
     except ValueError as error:
         raise ChoiceError(f"-C editable.rebuild: {error}") from None
-    tools = sys.modules.get("scikit_build_core")
-    where = str(getattr(tools, "__file__", "")) if tools else str(shutil.which("cmake") or "")
+    # Looked for and not imported: asked first of all, before the front end installs what a build needs.
+    tools = importlib.util.find_spec("scikit_build_core")
+    where = str(tools.origin) if tools is not None else str(shutil.which("cmake") or "")
     if rebuild and any(mark in where for mark in _ISOLATED):
         raise ChoiceError(
             "-C editable.rebuild=true needs the build tools whenever pelton is imported, and those of an isolated "

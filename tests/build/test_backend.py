@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pelton_build import backend
-from pelton_build.errors import BuildError
+from pelton_build.errors import BuildError, ChoiceError
 from pelton_build.metadata import Distribution, Provider, building
 from pelton_build.values import Size
 
@@ -139,6 +139,21 @@ def test_the_provider_answers_only_within_a_build() -> None:
             provider.dynamic_metadata({"vresion": 1}, {})
     with pytest.raises(BuildError):
         provider.dynamic_metadata({}, {})
+
+
+def test_a_rebuild_with_tools_that_will_be_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first hook, when the wrapped backend is installed and not imported yet: torch would come next."""
+    package = tmp_path / "pip-build-env-x" / "overlay" / "scikit_build_core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scikit_build_core"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(package.parent))
+    with pytest.raises(ChoiceError, match="--no-build-isolation"):
+        backend._check_rebuild({"editable.rebuild": "true"})
+    backend._check_rebuild({"editable.rebuild": "false"})
 
 
 # --- space and wholeness ---
