@@ -265,9 +265,9 @@ def _loading(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {}
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = (TextColumn("loading {task.fields[model]}"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("loading {task.fields[model]}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None, model=args.model)
         yield {"progress": lambda done, total: bar.update(task, completed=done, total=total)}

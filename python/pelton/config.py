@@ -241,7 +241,7 @@ class EngineConfig:
         enable_chunked_prefill: read a long prompt over several steps.
         seed: of the random numbers of requests that bring no seed of their own.
         enforce_eager: never record CPU graphs; slower, for finding errors.
-        progress: called while weights are loaded, with the bytes done and the bytes in all.
+        progress: called while weights are loaded, with the elements loaded and the elements in all.
 
     Raises:
         InvalidValueError: a value that the option cannot have.
@@ -304,7 +304,7 @@ class EngineConfig:
             object.__setattr__(self, "kv_cache_memory", size)
         if self.progress is not None and not callable(self.progress):
             raise InvalidValueError(
-                f"progress must be a function of (bytes done, bytes in all), found {self.progress!r}"
+                f"progress must be a function of (elements loaded, elements in all), found {self.progress!r}"
             )
 
     @classmethod
