@@ -8,9 +8,11 @@ enum class DType : int { f32, f16, bf16 };
 
 // Storage of the half-precision types; arithmetic is always done in fp32.
 struct f16 {
+  static constexpr bool is_bf16 = false;
   uint16_t bits;
 };
 struct bf16 {
+  static constexpr bool is_bf16 = true;
   uint16_t bits;
 };
 

@@ -31,4 +31,10 @@ void rms_norm(const RmsNormArgs& args, int64_t first_row, int64_t last_row);
 void fused_add_rms_norm(const FusedAddRmsNormArgs& args, int64_t first_row, int64_t last_row);
 }  // namespace cpu
 
+// GPU launchers return the runtime's error, 0 for none.
+namespace gpu {
+int rms_norm(const RmsNormArgs& args, int64_t rows, void* stream);
+int fused_add_rms_norm(const FusedAddRmsNormArgs& args, int64_t rows, void* stream);
+}  // namespace gpu
+
 }  // namespace pelton

@@ -1,4 +1,5 @@
 #include "../common/op.h"
+#include "../common/device.h"
 #include "norm.h"
 
 namespace pelton {
@@ -14,7 +15,8 @@ void check_weight(const char* op, const Tensor& x, const Tensor& weight) {
                " elements of x's last dimension");
 }
 
-void rms_norm_cpu(Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
+void rms_norm(Tensor& out, const Tensor& x, const Tensor& weight, double eps) {
+  check_device("rms_norm", {{"x", x}, {"weight", weight}, {"out", out}});
   const GroupedRows in = grouped_rows_of("rms_norm", "x", x), to = grouped_rows_of("rms_norm", "out", out);
   check_same_shape("rms_norm", "out", out, "x", x);
   check_same_dtype("rms_norm", x, out);
@@ -27,15 +29,20 @@ void rms_norm_cpu(Tensor& out, const Tensor& x, const Tensor& weight, double eps
                          to.layout,
                          float(eps),
                          dtype_of("rms_norm", x)};
-  submit(
-      [args, rows = in.count] {
-        parallel_for(rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.width)),
-                     [&](int64_t first, int64_t last) { cpu::rms_norm(args, first, last); });
-      },
-      {out, x, weight});
+  if constexpr (kGpu) {
+    launch("rms_norm", x, [&](void* stream) { return gpu::rms_norm(args, in.count, stream); });
+  } else {
+    submit(
+        [args, rows = in.count] {
+          parallel_for(rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.width)),
+                       [&](int64_t first, int64_t last) { cpu::rms_norm(args, first, last); });
+        },
+        {out, x, weight});
+  }
 }
 
-void fused_add_rms_norm_cpu(Tensor& x, Tensor& residual, const Tensor& weight, double eps) {
+void fused_add_rms_norm(Tensor& x, Tensor& residual, const Tensor& weight, double eps) {
+  check_device("fused_add_rms_norm", {{"x", x}, {"residual", residual}, {"weight", weight}});
   const Rows in = rows_of("fused_add_rms_norm", "x", x),
              res = rows_of("fused_add_rms_norm", "residual", residual);
   check_same_shape("fused_add_rms_norm", "residual", residual, "x", x);
@@ -49,12 +56,17 @@ void fused_add_rms_norm_cpu(Tensor& x, Tensor& residual, const Tensor& weight, d
                                  res.stride,
                                  float(eps),
                                  dtype_of("fused_add_rms_norm", x)};
-  submit(
-      [args, rows = in.count] {
-        parallel_for(rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.width)),
-                     [&](int64_t first, int64_t last) { cpu::fused_add_rms_norm(args, first, last); });
-      },
-      {x, residual, weight});
+  if constexpr (kGpu) {
+    launch("fused_add_rms_norm", x,
+           [&](void* stream) { return gpu::fused_add_rms_norm(args, in.count, stream); });
+  } else {
+    submit(
+        [args, rows = in.count] {
+          parallel_for(rows, std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.width)),
+                       [&](int64_t first, int64_t last) { cpu::fused_add_rms_norm(args, first, last); });
+        },
+        {x, residual, weight});
+  }
 }
 
 }  // namespace
@@ -64,7 +76,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
   m.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
   m.def("fused_add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&pelton::rms_norm_cpu));
-  m.impl("fused_add_rms_norm", TORCH_BOX(&pelton::fused_add_rms_norm_cpu));
+STABLE_TORCH_LIBRARY_IMPL(pelton, CompositeExplicitAutograd, m) {
+  m.impl("rms_norm", TORCH_BOX(&pelton::rms_norm));
+  m.impl("fused_add_rms_norm", TORCH_BOX(&pelton::fused_add_rms_norm));
 }

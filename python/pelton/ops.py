@@ -20,6 +20,7 @@ from . import _library
 from . import ops_reference as reference
 
 __all__ = [
+    "backend",
     "copy_blocks",
     "embedding",
     "fused_add_rms_norm",
@@ -41,6 +42,15 @@ _library.load()
 # Overloads are called as `.default`: a decode step runs hundreds of operators, and the packet
 # in front of them would resolve the overload each time.
 _ops = torch.ops.pelton
+
+
+@functools.cache
+def backend() -> str:
+    """What the loaded library's kernels run on: "cpu", "cuda", "rocm", or "emulation" (GPU kernels in tests).
+
+    Operators take tensors on that device: cuda tensors for "cuda" and "rocm", else CPU tensors.
+    """
+    return str(_ops.backend.default())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,92 @@
+// Matrix instructions and asynchronous copies of sm_80 and later, as functions. The emulation runs them by their
+// definition (PTX ISA, "Warp-level matrix instructions" and "Data movement and conversion instructions").
+#pragma once
+#include "gpu.cuh"
+
+#if defined(PELTON_CUDA) || defined(PELTON_EMULATION)
+namespace pelton::gpu {
+
+#ifdef PELTON_CUDA
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
+#endif
+
+// D[16 x 8] += A[16 x 16] * B[16 x 8] for one warp; T is f16 or bf16, D fp32. With group = lane / 4, pair = lane % 4:
+//   d[0..1]: row group,     columns 2 pair, 2 pair + 1;  d[2..3]: row group + 8
+//   a[0]: row group, columns 2 pair, + 1;  a[1]: row group + 8;  a[2], a[3]: the same rows, columns + 8
+//   b[0]: rows 2 pair, + 1 of column group;  b[1]: rows + 8
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef PELTON_EMULATION
+  emulation::mma_m16n8k16<T::is_bf16>(d, a, b);
+#else
+  if constexpr (T::is_bf16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+#endif
+}
+
+// Four 8x8 matrices of 16-bit elements from shared memory: lane i gives the address of row i % 8 of matrix i / 8
+// (16 bytes, aligned); afterwards r[m] holds of matrix m the elements 2 (lane % 4), + 1 of row lane / 4, or, with
+// Transposed, of column lane / 4.
+template <bool Transposed>
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
+#ifdef PELTON_EMULATION
+  emulation::load_matrix_x4<Transposed>(r, row);
+#else
+  if constexpr (Transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  }
+#endif
+}
+
+// Starts to copy 16 bytes from global to shared memory, past L1. When not `valid`, nothing is read and the 16 bytes
+// become zero.
+__device__ __forceinline__ void copy_async16(void* shared, const void* global, bool valid = true) {
+#ifdef PELTON_EMULATION
+  emulation::copy_async16(shared, global, valid);
+#else
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+#endif
+}
+
+// Closes the group of this thread's copies since the last one.
+__device__ __forceinline__ void copy_async_commit() {
+#ifdef PELTON_EMULATION
+  emulation::copy_async_commit();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most Pending of this thread's groups are unfinished. Other threads see the copies after a barrier.
+template <int Pending>
+__device__ __forceinline__ void copy_async_wait() {
+#ifdef PELTON_EMULATION
+  emulation::copy_async_wait(Pending);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
+}  // namespace pelton::gpu
+#endif
