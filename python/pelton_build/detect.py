@@ -239,7 +239,7 @@ def _fit_gpu(profile: Profile, hardware: Hardware, table: KernelTable, toolchain
     if not ranks:
         found = ", ".join(dict.fromkeys(gpu.arch for gpu in gpus))
         return f"for {', '.join(profile.target.arch)}, found {found}"
-    if not any(backend in family.device for family in table.families):
+    if not any(backend in family.device and not family.supports for family in table.families):
         return f"kernels.toml has no source for backend {backend} yet"
     why = _no_toolkit(profile, toolchain)
     if why:

@@ -62,6 +62,8 @@ def resolve(
         problems.insert(
             0, f"kernels.toml has no source for backend {backend} yet, so there is nothing to build"
         )
+    else:
+        problems += _holes(table, features, backend)
     torch = _torch(table, toolchain, notes)
     if torch.requirement:
         build_requires = (*build_requires, torch.requirement)
@@ -271,12 +273,17 @@ def _sources(
         reason = why_out[family.name]
         if family.supports and not wanted:
             reason = f"supports other families, and none is in for backend {backend}"
-        for role, source in _of(family, backend):
-            why = reason or _source_out(source, role, profile, on, tools)
+        decided = [
+            (role, source, reason or _source_out(source, role, profile, on, tools))
+            for role, source in _of(family, backend)
+        ]
+        only = {arch for _, source, why in decided if not why for arch in source.archs}
+        has = sorted({_has(arch, table) for arch in only.intersection(profile.target.arch)})
+        for role, source, why in decided:
             if why:
                 excluded.append(ExcludedSource(source.path, family.name, role, why))
             else:
-                included.append(_planned(source, role, family, profile, table))
+                included.append(_planned(source, role, family, profile, table, has))
         for other, sources in family.device.items():
             if other != backend:
                 other_role: Role = "cpu" if other == "cpu" else "gpu"
@@ -296,6 +303,23 @@ def _sources(
             f"kernels.toml: source {path!r} is planned twice for profile {profile.name!r}; list it once"
         )
     return included, excluded
+
+
+def _holes(table: KernelTable, features: tuple[Feature, ...], backend: Backend) -> list[str]:
+    """The families that a wheel of this backend would lack although nobody said that it may."""
+    on = {feature.name for feature in features if feature.enabled}
+    names = [
+        family.name
+        for family in table.families
+        if not (family.supports or backend in family.device or backend in family.instead)
+        and (not family.feature or family.feature in on)
+    ]
+    if not names:
+        return []
+    return [
+        f"kernels.toml: no {backend} source for {', '.join(names)}; add it to [family.{names[0]}], or say there "
+        f"with instead.{backend} what does the work"
+    ]
 
 
 def _duplicates(paths: list[str]) -> list[str]:
@@ -319,13 +343,23 @@ def _family_out(family: Family, backend: Backend, on: set[str]) -> str:
     if family.feature and family.feature not in on:
         return f"feature {family.feature} is off"
     if not family.supports and backend not in family.device:
-        return f"no {backend} source in kernels.toml"
+        instead = family.instead.get(backend)
+        return f"not needed for {backend}: {instead}" if instead else f"no {backend} source in kernels.toml"
     return ""
+
+
+def _has(arch: str, table: KernelTable) -> str:
+    """What a family's sources see when a file for `arch` alone is in: `PELTON_HAS_SM90` for sm_90 and sm_90a,
+    which are one silicon; `PELTON_HAS_GFX90A` for gfx90a."""
+    word = re.sub(r"^((?:SM|COMPUTE)\d+)[AF]$", r"\1", arch.partition(":")[0].upper().replace("_", ""))
+    return f"{table.library.name.upper()}_HAS_{word}=1"
 
 
 def _source_out(source: Source, role: Role, profile: Profile, on: set[str], tools: list[Tool]) -> str:
     if source.feature and source.feature not in on:
         return f"feature {source.feature} is off"
+    if source.backends and profile.target.backend not in source.backends:
+        return f"for backend {' and '.join(source.backends)}, and this plan is for {profile.target.backend}"
     if source.archs and not set(source.archs) & set(profile.target.arch):
         return f"for {', '.join(source.archs)} alone, and target.arch is {', '.join(profile.target.arch)}"
     kind = profile.target.backend if role == "gpu" else "cxx"
@@ -336,7 +370,12 @@ def _source_out(source: Source, role: Role, profile: Profile, on: set[str], tool
 
 
 def _planned(
-    source: Source, role: Role, family: Family, profile: Profile, table: KernelTable
+    source: Source,
+    role: Role,
+    family: Family,
+    profile: Profile,
+    table: KernelTable,
+    has: list[str],
 ) -> PlannedSource:
     library, archs, flags = table.library, tuple[str, ...](), tuple[str, ...]()
     definitions: tuple[str, ...] = (*family.definitions, *source.definitions)
@@ -357,9 +396,11 @@ def _planned(
     elif role == "op":
         definitions = (
             f"TORCH_TARGET_VERSION={torch_target(library.torch)}",
-            f"{library.name.upper()}_BACKEND_{profile.target.backend.upper()}=1",
             *definitions,
         )
+    if role in ("op", "gpu"):
+        words = {"cpu": (), "cuda": ("GPU",), "rocm": ("GPU", "ROCM")}[profile.target.backend]
+        definitions = (*definitions, *(f"{library.name.upper()}_{word}=1" for word in words), *has)
     brought = ", ".join(dict.fromkeys(filter(None, (family.feature, source.feature))))
     if brought:
         why += f", feature {brought}"

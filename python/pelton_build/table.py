@@ -17,15 +17,20 @@
     [family.norm]
     summary = "RMS normalization"
     feature = "..."                 # only when a feature brings the family
-    op = ["norm/op.cpp"]            # operators: host compiler, torch's headers, no ISA flags
+    op = ["norm/op.cpp"]            # operators: host compiler, torch's headers, no ISA flags;
+                                    # { path = "...", backends = ["cpu"] } for those of some backends only
     cpu = ["norm/cpu.cpp"]          # device code of each backend
     cuda = ["norm/gpu.cu", { path = "norm/sm90.cu", archs = ["sm_90a"], toolkit = ">=12.8" }]
     rocm = ["norm/gpu.cu"]
     host = ["host/module.cpp"]      # Python extension, built once for each host Python
     definitions = ["..."]           # for all sources of the family
+    support = true                  # the others need it; it is nothing by itself
+    instead = { cuda = "torch's own product" }  # what does the family's work where it has no source
 
 Paths are relative to the table's folder. A family with device code is built for the backends that it has
-sources for. A family without device code supports the others: it is built when any of them is.
+sources for; for every other one `instead` has to say what does its work there, so that a hole is not taken for
+a decision. A family without device code, or with `support = true`, supports the others: it is built when any of
+them is.
 """
 
 from __future__ import annotations
@@ -95,6 +100,8 @@ class Source:
     definitions: tuple[str, ...] = ()
     feature: str = ""
     """The feature that brings this file, besides that of the family."""
+    backends: tuple[Backend, ...] = ()
+    """The only backends it is for; empty for all (device code: for that of its list)."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +115,14 @@ class Family:
     host: tuple[Source, ...]
     device: Mapping[Backend, tuple[Source, ...]]
     definitions: tuple[str, ...]
+    support: bool = False
+    instead: Mapping[Backend, str] = field(default_factory=dict)
+    """What does the family's work on a backend that it has no source for."""
 
     @property
     def supports(self) -> bool:
-        """Whether the family has no device code: what other families call or go with, nothing by itself."""
-        return not any(self.device.values())
+        """Whether other families call it or go with it, and it is nothing by itself."""
+        return self.support or not any(self.device.values())
 
 
 @dataclass(frozen=True)
@@ -256,25 +266,21 @@ def _feature(name: str, entry: object) -> FeatureEntry:
         raise TableError(
             f"{FILE}: {where}: {name!r} is no name: small letters, digits and single dashes only"
         )
-    backends = _texts(entry, where, "backends")
+    backends = _backends(entry, where)
     if not backends:
         raise TableError(f"{FILE}: {where}.backends: name at least one of {', '.join(BACKENDS)}")
-    for backend in backends:
-        if backend not in BACKENDS:
-            raise TableError(
-                f"{FILE}: {where}.backends: unknown backend {backend!r}{did_you_mean(backend, BACKENDS)}"
-            )
     return FeatureEntry(
         name,
         _text(entry, where, "summary", ""),
-        cast("tuple[Backend, ...]", backends),
+        backends,
         _variable(variable, where) if (variable := _text(entry, where, "environment", "")) else "",
     )
 
 
 def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> Family:
     where = f"family.{name}"
-    _only(entry, where, ("summary", "feature", "op", "host", "cpu", "cuda", "rocm", "definitions"))
+    known = ("summary", "feature", "op", "host", "cpu", "cuda", "rocm", "definitions", "support", "instead")
+    _only(entry, where, known)
     entry = cast("dict[str, Any]", entry)
     feature = _known_feature(entry, where, features)
     device = {backend: _sources(entry, where, backend, features) for backend in BACKENDS if backend in entry}
@@ -286,10 +292,41 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
         host=_sources(entry, where, "host", features),
         device=cast("Mapping[Backend, tuple[Source, ...]]", device),
         definitions=_texts(entry, where, "definitions"),
+        support=_flag(entry, where, "support"),
+        instead=_instead(entry, where),
     )
     if not (family.op or family.host or family.device):
         raise TableError(f"{FILE}: {where}: has no source")
     return family
+
+
+def _flag(entry: Mapping[str, Any], where: str, key: str) -> bool:
+    value = entry.get(key, False)
+    if not isinstance(value, bool):
+        raise TableError(f"{FILE}: {where}.{key}: expected true or false, found {value!r}")
+    return value
+
+
+def _instead(entry: Mapping[str, Any], where: str) -> Mapping[Backend, str]:
+    table = entry.get("instead", {})
+    _only(table, f"{where}.instead", BACKENDS)
+    for backend in table:
+        _text(table, f"{where}.instead", backend)
+        if backend in entry:
+            raise TableError(
+                f"{FILE}: {where}.instead.{backend}: the family has {backend} sources; remove one of the two"
+            )
+    return cast("Mapping[Backend, str]", table)
+
+
+def _backends(entry: Mapping[str, Any], where: str) -> tuple[Backend, ...]:
+    backends = _texts(entry, where, "backends")
+    for backend in backends:
+        if backend not in BACKENDS:
+            raise TableError(
+                f"{FILE}: {where}.backends: unknown backend {backend!r}{did_you_mean(backend, BACKENDS)}"
+            )
+    return cast("tuple[Backend, ...]", backends)
 
 
 def _known_feature(entry: Mapping[str, Any], where: str, features: Mapping[str, FeatureEntry]) -> str:
@@ -314,7 +351,7 @@ def _sources(
         at = f"{where}.{key}[{index}]"
         if isinstance(item, str):
             item = {"path": item}
-        _only(item, at, ("path", "archs", "toolkit", "definitions", "feature"))
+        _only(item, at, ("path", "archs", "toolkit", "definitions", "feature", "backends"))
         path = _text(item, at, "path")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
             raise TableError(f"{FILE}: {at}: {path!r} must be a path below {FOLDER}/ with forward slashes")
@@ -335,6 +372,9 @@ def _sources(
                 raise TableError(f"{FILE}: {at}.archs: {error}") from None
         elif archs:
             raise TableError(f"{FILE}: {at}.archs: only device code has archs")
+        backends = _backends(item, at)
+        if backends and key != "op":
+            raise TableError(f"{FILE}: {at}.backends: only operators are told apart by backend")
         sources.append(
             Source(
                 path,
@@ -342,6 +382,7 @@ def _sources(
                 _range(item, at, "toolkit"),
                 _texts(item, at, "definitions"),
                 _known_feature(item, at, features),
+                backends,
             )
         )
     return tuple(sources)

@@ -64,7 +64,9 @@ backends = ["cuda", "rocm"]
 environment = "USE_FAST_MATH"
 
 [family.common]
-op = ["common/op.cpp"]
+support = true
+op = ["common/op.cpp", { path = "common/graph.cpp", backends = ["cpu"] }]
+cuda = ["common/gpu.cu"]
 
 [family.norm]
 op = ["norm/op.cpp"]
@@ -75,6 +77,7 @@ rocm = ["norm/gpu.cu"]
 [family.sampling]
 op = ["sampling/op.cpp"]
 cpu = ["sampling/cpu.cpp"]
+instead = { cuda = "torch does it", rocm = "torch does it" }
 
 [family.awq]
 feature = "awq"

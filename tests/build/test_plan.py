@@ -26,7 +26,7 @@ def test_text_says_what_was_decided_and_why() -> None:
         "not used: cpu-avx512 (PELTON_PROFILE)",
         "norm/gpu.cu",
         "cuda code for sm_80, sm_90a",
-        "no cuda source in kernels.toml",
+        "not needed for cuda: torch does it",
         "min(1 cores (assumed)",
         "a note",
         "Cannot be built here",

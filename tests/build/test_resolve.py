@@ -46,6 +46,7 @@ def refusal(
             CPU,
             {
                 "common/op.cpp": ("op", "CXX"),
+                "common/graph.cpp": ("op", "CXX"),
                 "norm/op.cpp": ("op", "CXX"),
                 "norm/cpu.cpp": ("cpu", "CXX"),
                 "sampling/op.cpp": ("op", "CXX"),
@@ -57,6 +58,7 @@ def refusal(
             CPU + FEATURES.format("true", "false"),
             {
                 "common/op.cpp": ("op", "CXX"),
+                "common/graph.cpp": ("op", "CXX"),
                 "norm/op.cpp": ("op", "CXX"),
                 "norm/cpu.cpp": ("cpu", "CXX"),
                 "sampling/op.cpp": ("op", "CXX"),
@@ -70,6 +72,7 @@ def refusal(
             CUDA + FEATURES.format("true", "true"),
             {
                 "common/op.cpp": ("op", "CXX"),
+                "common/gpu.cu": ("gpu", "CUDA"),
                 "norm/op.cpp": ("op", "CXX"),
                 "norm/gpu.cu": ("gpu", "CUDA"),
                 "awq/op.cpp": ("op", "CXX"),
@@ -116,7 +119,9 @@ def test_every_source_is_in_or_out_with_a_reason() -> None:
         (CPU, "norm/gpu.cu", "for backend cuda, and this plan is for cpu"),
         (CPU, "awq/cpu.cpp", "feature awq is off"),
         (CPU + FEATURES.format("false", "false"), "marlin/gpu.cu", "for backend cuda, and this plan is for cpu"),
-        (CUDA, "sampling/op.cpp", "no cuda source in kernels.toml"),
+        (CUDA, "sampling/op.cpp", "not needed for cuda: torch does it"),
+        (CUDA, "common/graph.cpp", "for backend cpu, and this plan is for cuda"),
+        (ROCM, "common/gpu.cu", "for backend cuda, and this plan is for rocm"),
         (CUDA, "marlin/sm90.cu", "feature marlin is off"),
         (CUDA.replace(', "sm_90a"', "") + FEATURES.format("false", "true"), "marlin/sm90.cu",
          "for sm_90a alone, and target.arch is sm_80"),
@@ -137,17 +142,32 @@ def test_archs_flags_and_definitions() -> None:
     cpu = {source.path: source for source in plan_for(CPU + FEATURES.format("true", "false")).sources}
     assert cpu["norm/cpu.cpp"].flags == ("-march=x86-64-v3",)
     assert cpu["norm/op.cpp"].flags == () and cpu["norm/op.cpp"].archs == ()
-    assert cpu["norm/op.cpp"].definitions == (
-        "TORCH_TARGET_VERSION=0x020a000000000000ULL",
-        "LIB_BACKEND_CPU=1",
-    )
+    assert cpu["norm/op.cpp"].definitions == ("TORCH_TARGET_VERSION=0x020a000000000000ULL",)
     assert cpu["awq/cpu.cpp"].definitions == ("AWQ=1",)
     assert cpu["awq/op.cpp"].definitions[-1] == "AWQ=1"
     cuda = {source.path: source for source in plan_for(CUDA + FEATURES.format("false", "true")).sources}
     assert cuda["marlin/gpu.cu"].archs == ("sm_80", "sm_90a")
     assert cuda["marlin/sm90.cu"].archs == ("sm_90a",)
-    assert cuda["marlin/sm90.cu"].definitions == ("M=1",)
+    assert cuda["marlin/sm90.cu"].definitions == ("M=1", "LIB_GPU=1", "LIB_HAS_SM90=1")
+    assert cuda["marlin/gpu.cu"].definitions == ("LIB_GPU=1", "LIB_HAS_SM90=1")
+    assert cuda["marlin/op.cpp"].definitions[1:] == ("LIB_GPU=1", "LIB_HAS_SM90=1")
+    assert cuda["norm/gpu.cu"].definitions == ("LIB_GPU=1",), "only the family that has the file"
     assert cuda["marlin/sm90.cu"].reason == "cuda code for sm_90a, feature marlin"
+    without = plan_for(CUDA.replace(', "sm_90a"', "") + FEATURES.format("false", "true")).sources
+    assert not [d for source in without for d in source.definitions if "HAS" in d]
+    rocm = {source.path: source for source in plan_for(ROCM).sources}
+    assert rocm["norm/gpu.cu"].definitions == ("LIB_GPU=1", "LIB_ROCM=1")
+
+
+def test_a_family_without_source_for_the_backend_is_an_error_unless_something_does_its_work() -> None:
+    text = plan_cases.TABLE.replace('cuda = "torch does it", ', "")
+    plan = resolve(plan_cases.profile(CUDA), Choices(), parse_table(text), FULL)
+    assert plan.problems == (
+        "kernels.toml: no cuda source for sampling; add it to [family.sampling], or say there with instead.cuda "
+        "what does the work",
+    )
+    assert {s.path: s.reason for s in plan.excluded}["sampling/op.cpp"] == "no cuda source in kernels.toml"
+    assert resolve(plan_cases.profile(CPU), Choices(), parse_table(text), FULL).problems == ()
 
 
 @pytest.mark.parametrize(
