@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../common/dtype.h"
+#include "../common/rows.h"
 
 namespace pelton {
 
@@ -55,5 +56,38 @@ void plan_attention(const AttentionArgs& args, int64_t threads, AttentionPlan& p
 void attention(const AttentionArgs& args, AttentionPlan& plan, int64_t part);
 void merge_attention(const AttentionArgs& args, const AttentionPlan& plan, int64_t part);
 }  // namespace cpu
+
+// GPU launchers return the runtime's error, 0 for none. The lengths of a batch are known on the device alone,
+// so that a graph can be replayed with others: grids are sized by num_tokens and num_seqs, and a sequence is
+// the work of one kernel or another by what its block finds in query_start_loc.
+namespace gpu {
+
+// A decode tile's rows are queries x heads of a group. A sequence whose rows fit into this many is the decode
+// kernel's, and so is every sequence with one query; all others are the prefill kernel's. A kernel that is
+// launched alone takes all sequences.
+constexpr int64_t kDecodeRows = 16;
+PELTON_HOST_DEVICE constexpr bool attention_decodes(int64_t num_queries, int64_t group) {
+  return num_queries == 1 || num_queries * group <= kDecodeRows;
+}
+enum class AttentionShare : int { all, decode, prefill };
+
+int64_t attention_workspace_size(int64_t num_heads, int64_t head_size);
+int attention(const AttentionArgs& args, void* stream);  // chooses among the following
+
+// Any dtype, head size and alignment, without matrix instructions (gpu.cu).
+int attention_portable(const AttentionArgs& args, void* stream);
+
+// mma.sync, sm_80 and later (gpu_decode.cu, gpu_prefill.cu): fp16 and bf16, cache of the query's dtype, head
+// sizes that are multiples of 8.
+bool attention_mma_fits(const AttentionArgs& args);
+int attention_decode(const AttentionArgs& args, AttentionShare share, void* stream);
+int attention_prefill(const AttentionArgs& args, AttentionShare share, void* stream);
+
+// wgmma and TMA, sm_90a (gpu_sm90.cu), when the plan defines PELTON_HAS_SM90. `fits` looks at dtypes, sizes,
+// strides and alignment, not at the device, which the caller knows to be of compute capability 9.0.
+bool attention_sm90_fits(const AttentionArgs& args);
+int attention_prefill_sm90(const AttentionArgs& args, AttentionShare share, void* stream);
+
+}  // namespace gpu
 
 }  // namespace pelton

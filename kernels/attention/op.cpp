@@ -1,5 +1,6 @@
 #include <memory>
 
+#include "../common/device.h"
 #include "../common/op.h"
 #include "attention.h"
 
@@ -8,7 +9,8 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// The run-time values: what the engine wrote into the index tensors before this step.
+// The run-time values: what the engine wrote into the index tensors before this step. On the GPU the kernels
+// leave out what fails here.
 void check_batch(const AttentionArgs& a) {
   int64_t last = 0;
   for (int64_t s = 0; s < a.num_seqs; ++s) {
@@ -38,9 +40,17 @@ void run(const AttentionArgs& args, AttentionPlan& plan) {
   if (any_cut) parallel_tasks(plan.parts, [&](int64_t part) { cpu::merge_attention(args, plan, part); });
 }
 
-void paged_attention_cpu(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                         const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
-                         Tensor& workspace, double scale, int64_t sliding_window, double soft_cap) {
+void paged_attention(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                     const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& block_tables,
+                     Tensor& workspace, double scale, int64_t sliding_window, double soft_cap) {
+  check_device("paged_attention", {{"query", query},
+                                   {"key_cache", key_cache},
+                                   {"value_cache", value_cache},
+                                   {"query_start_loc", query_start_loc},
+                                   {"seq_lens", seq_lens},
+                                   {"block_tables", block_tables},
+                                   {"workspace", workspace},
+                                   {"out", out}});
   check_heads("paged_attention", "query", query);
   check_heads("paged_attention", "out", out);
   check_same_shape("paged_attention", "out", out, "query", query);
@@ -99,13 +109,21 @@ void paged_attention_cpu(Tensor& out, const Tensor& query, const Tensor& key_cac
                            .soft_cap = float(soft_cap),
                            .dtype = dtype_of("paged_attention", query),
                            .cache_dtype = dtype_of("paged_attention", key_cache)};
-  // The plan is made anew in each run; shared, so that replays find its memory allocated.
-  submit([args, plan = std::make_shared<AttentionPlan>()] { run(args, *plan); },
-         {out, query, key_cache, value_cache, query_start_loc, seq_lens, block_tables, workspace});
+  if constexpr (kGpu) {
+    launch("paged_attention", query, [&](void* stream) { return gpu::attention(args, stream); });
+  } else {
+    // The plan is made anew in each run; shared, so that replays find its memory allocated.
+    submit([args, plan = std::make_shared<AttentionPlan>()] { run(args, *plan); },
+           {out, query, key_cache, value_cache, query_start_loc, seq_lens, block_tables, workspace});
+  }
 }
 
 int64_t workspace_size(int64_t num_tokens, int64_t num_heads, int64_t head_size) {
-  return cpu::attention_workspace_size(num_tokens, num_heads, head_size, torch::stable::get_num_threads());
+  if constexpr (kGpu) {
+    return gpu::attention_workspace_size(num_heads, head_size);
+  } else {
+    return cpu::attention_workspace_size(num_tokens, num_heads, head_size, torch::stable::get_num_threads());
+  }
 }
 
 }  // namespace
@@ -119,9 +137,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
       "float soft_cap) -> ()");
   m.def("paged_attention_workspace_size(int num_tokens, int num_heads, int head_size) -> int");
 }
-STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
-  m.impl("paged_attention", TORCH_BOX(&pelton::paged_attention_cpu));
-}
 STABLE_TORCH_LIBRARY_IMPL(pelton, CompositeExplicitAutograd, m) {
+  m.impl("paged_attention", TORCH_BOX(&pelton::paged_attention));
   m.impl("paged_attention_workspace_size", TORCH_BOX(&pelton::workspace_size));
 }
