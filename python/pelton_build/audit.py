@@ -16,12 +16,9 @@ import argparse
 import base64
 import contextlib
 import csv
-import email.message
-import email.parser
-import email.policy
+import dataclasses
 import getpass
 import hashlib
-import importlib.util
 import io
 import json
 import logging
@@ -30,16 +27,34 @@ import stat
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
+from pelton_build.audit_cuda import (
+    KernelUse,
+    check_archs,
+    check_cuobjdump,
+    check_local_memory,
+    demangled,
+    kernel_uses,
+)
+from pelton_build.audit_input import (
+    AuditError,
+    CannotRun,
+    Finding,
+    OpenedWheel,
+    require,
+)
+from pelton_build.audit_isa import LEVELS, allowed_features, cpu_features
 from pelton_build.errors import BuildError
+from pelton_build.fatbin import FatbinError
 from pelton_build.settings import environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "CHECKS",
@@ -54,9 +69,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MAX_UNPACKED = 4 << 30  # bytes; more than any profile's budget, less than what fills a machine
-MAX_RATIO = 1000  # deflate cannot exceed 1032:1, real libraries stay below 20:1
-BUILD_INFO = "_build_info.json"
+MODULES = tuple(
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("audit", "audit_cuda", "audit_input", "audit_isa", "fatbin")
+)
+"""The files that decide what passes."""
 
 # Shared objects that every glibc machine has, and what the user's torch brings.  libstdc++ is linked statically.
 SYSTEM_LIBRARIES = frozenset(
@@ -70,7 +87,8 @@ SYSTEM_LIBRARIES = frozenset(
         "ld-linux-x86-64.so.2",
     }
 )
-TORCH_LIBRARIES = frozenset({"libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libtorch_hip.so"})
+# Those that every torch has.  A library that needs libtorch_cuda or a GPU's runtime does not load on other machines.
+TORCH_LIBRARIES = frozenset({"libtorch.so", "libtorch_cpu.so"})
 
 # manylinux policy: the newest symbol versions of the compiler's libraries that go with a glibc.
 COMPILER_LIMITS: Mapping[tuple[int, int], Mapping[str, str]] = {
@@ -78,68 +96,6 @@ COMPILER_LIMITS: Mapping[tuple[int, int], Mapping[str, str]] = {
     (2, 28): {"GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"},
     (2, 34): {"GLIBCXX": "3.4.29", "CXXABI": "1.3.13", "GCC": "7.0.0"},
 }
-
-# x86-64 psABI levels as CPUID features in iced-x86's names; each level has what the one before it has.
-_BASELINE = frozenset(
-    {
-        *(
-            "INTEL8086",
-            "INTEL8086_ONLY",
-            "INTEL186",
-            "INTEL286",
-            "INTEL386",
-            "INTEL486",
-            "X64",
-            "MULTIBYTENOP",
-        ),
-        *(
-            "FPU",
-            "FPU287",
-            "FPU387",
-            "MMX",
-            "SSE",
-            "SSE2",
-            "FXSR",
-            "CMOV",
-            "CX8",
-            "CPUID",
-            "TSC",
-            "SYSCALL",
-            "PAUSE",
-        ),
-        *("CET_IBT", "CET_SS"),  # encoded as no-operations, for CPUs that lack them
-    }
-)
-LEVELS: Mapping[str, frozenset[str]] = {
-    "x86-64": frozenset(),
-    "x86-64-v2": frozenset({"SSE3", "SSSE3", "SSE4_1", "SSE4_2", "POPCNT", "CMPXCHG16B"}),
-    "x86-64-v3": frozenset({"AVX", "AVX2", "BMI1", "BMI2", "F16C", "FMA", "LZCNT", "MOVBE"}),
-    "x86-64-v4": frozenset({"AVX512F", "AVX512BW", "AVX512CD", "AVX512DQ", "AVX512VL"}),
-}
-# Instructions above the baseline that baseline code may hold all the same: GCC writes `rep bsf`, which is `tzcnt`
-# where that exists and `bsf` elsewhere; `xgetbv` is what the CPU probe runs after CPUID has said that it may.
-_ALWAYS = ("TZCNT_", "XGETBV")
-
-
-class AuditError(BuildError):
-    """A wheel that cannot be audited: unreadable, truncated, hostile, without build info."""
-
-
-class CannotRun(Exception):
-    """A check that this machine cannot run; the text says what is missing."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong: in which file of the wheel, what was found there, what was needed."""
-
-    check: str
-    file: str
-    found: str
-    needed: str
-
-    def __str__(self) -> str:
-        return f"{self.check}: {self.file}: found {self.found}; needed {self.needed}"
 
 
 @dataclass(frozen=True)
@@ -158,6 +114,8 @@ class AuditReport:
 
     wheel: str
     results: tuple[CheckResult, ...]
+    kernels: tuple[KernelUse, ...] = ()
+    """What each GPU kernel takes, as far as the device code can be read."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -184,261 +142,8 @@ class AuditReport:
                 }
                 for r in self.results
             ],
+            "kernels": [dataclasses.asdict(use) for use in self.kernels],
         }
-
-
-@dataclass(frozen=True)
-class Code:
-    """An executable section: its address and bytes."""
-
-    address: int
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Binary:
-    """What the audit wants to know of one ELF file."""
-
-    name: str
-    machine: str
-    needed: tuple[str, ...]
-    run_paths: tuple[str, ...]
-    versions: tuple[tuple[str, str], ...]  # (library, symbol version) that the file needs
-    undefined: frozenset[str]
-    defined: frozenset[str]
-    stack_flags: int | None  # of PT_GNU_STACK; None: the header is missing, and the kernel then takes RWX
-    debug_sections: tuple[str, ...]
-    code: tuple[Code, ...]
-
-
-@dataclass(frozen=True)
-class Claims:
-    """What a wheel says of itself in its build info, as far as the audit compares it."""
-
-    version: str  # with the label: 0.1.0+cpu.avx2
-    label: str
-    profile: str
-    backend: str
-    archs: tuple[str, ...]
-    glibc: str  # "2.28"
-    torch_floor: str  # "2.10"
-    library: str  # file name of the library in the package
-    host_pythons: tuple[str, ...]  # "3.11": Pythons that a module was built for
-    size_budget: int  # bytes
-
-    @classmethod
-    def read(cls, info: Mapping[str, Any], where: str, library: str) -> Claims:
-        """The claims in a build info; `library` is the library's name when the build info gives none.
-
-        Raises :class:`AuditError` naming the key that is missing or of another type."""
-
-        def get(key: str, kind: type) -> Any:
-            value = info.get(key)
-            if not isinstance(value, kind):
-                raise AuditError(f"{where}: key {key!r} is missing or not of type {kind.__name__}")
-            return value
-
-        return cls(
-            version=get("version", str),
-            label=get("label", str),
-            profile=get("profile", str),
-            backend=get("backend", str),
-            archs=tuple(map(str, get("archs", list))),
-            glibc=get("glibc", str),
-            torch_floor=get("torch_floor", str),
-            library=str(info.get("library", library)),
-            host_pythons=tuple(map(str, get("host_pythons", list))),
-            size_budget=get("size_budget", int),
-        )
-
-
-class OpenedWheel:
-    """A wheel read for the audit: members, metadata, build info, ELF files; each read once, when first wanted.
-
-    Raises :class:`AuditError` at once for a file that is no wheel or that is made to harm whoever opens it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.zip = zipfile.ZipFile(path)
-        except Exception as error:  # a damaged file makes zipfile raise whatever its parser meets
-            raise AuditError(f"{path}: not a readable wheel ({error}); build it again") from error
-        self.infos = self.zip.infolist()
-        self.names = [info.filename for info in self.infos]
-        total = sum(info.file_size for info in self.infos)
-        if total > MAX_UNPACKED:
-            self.zip.close()
-            raise AuditError(f"{path}: unpacks to {total} bytes, the limit is {MAX_UNPACKED}")
-        for info in self.infos:
-            bad = unsafe_name(info.orig_filename)
-            if bad:
-                self.zip.close()
-                raise AuditError(f"{path}: member {info.orig_filename!r}: {bad}")
-            if info.file_size > MAX_RATIO * max(info.compress_size, 1):
-                self.zip.close()
-                raise AuditError(f"{path}: member {info.filename} is compressed more than {MAX_RATIO}:1")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.zip.close()
-
-    def read(self, name: str) -> bytes:
-        """The bytes of one member; an :class:`AuditError` names a member that is damaged."""
-        try:
-            return self.zip.read(name)
-        except Exception as error:  # a damaged stream makes the codecs raise whatever they meet
-            raise AuditError(f"{self.path}: member {name} cannot be read ({error})") from error
-
-    def files(self) -> Iterator[str]:
-        return (name for name in self.names if not name.endswith("/"))
-
-    @cached_property
-    def dist_info(self) -> str:
-        """The wheel's one ``.dist-info`` folder."""
-        found = sorted(
-            {name.split("/")[0] for name in self.names if name.split("/")[0].endswith(".dist-info")}
-        )
-        if len(found) != 1:
-            raise AuditError(
-                f"{self.path}: {len(found)} .dist-info folders ({', '.join(found)}); needed: one"
-            )
-        return found[0]
-
-    @cached_property
-    def metadata(self) -> email.message.EmailMessage:
-        return self._message("METADATA")
-
-    @cached_property
-    def wheel(self) -> email.message.EmailMessage:
-        return self._message("WHEEL")
-
-    def _message(self, name: str) -> email.message.EmailMessage:
-        data = self.read(f"{self.dist_info}/{name}")
-        parser = email.parser.BytesParser(policy=email.policy.compat32)
-        return parser.parsebytes(data)  # type: ignore[return-value]
-
-    @cached_property
-    def info_path(self) -> str:
-        found = [
-            name for name in self.names if PurePosixPath(name).name == BUILD_INFO and name.count("/") == 1
-        ]
-        if len(found) != 1:
-            raise AuditError(
-                f"{self.path}: {len(found)} files named {BUILD_INFO}; needed: one, in the package. "
-                "Only wheels that this project's build backend made can be audited"
-            )
-        return found[0]
-
-    @property
-    def package(self) -> str:
-        return self.info_path.split("/")[0]
-
-    @cached_property
-    def info(self) -> Mapping[str, Any]:
-        """The build info; every key that the checks use is there and of its type."""
-        try:
-            info = json.loads(self.read(self.info_path))
-        except ValueError as error:
-            raise AuditError(f"{self.path}: {self.info_path} is not JSON ({error})") from error
-        if not isinstance(info, dict):
-            raise AuditError(f"{self.path}: {self.info_path} is not a JSON object")
-        return info
-
-    @cached_property
-    def claims(self) -> Claims:
-        """What the wheel says of itself."""
-        return Claims.read(self.info, f"{self.path}: {self.info_path}", f"lib{self.package}.so")
-
-    @cached_property
-    def binaries(self) -> tuple[Binary, ...]:
-        """All ELF files.  Raises :class:`AuditError` for one that cannot be parsed."""
-        require("elftools", "pyelftools")
-        found = []
-        for name in self.files():
-            data = self.read(name)
-            if data.startswith(b"\x7fELF"):
-                try:
-                    found.append(read_binary(name, data))
-                except AuditError as error:
-                    raise AuditError(f"{self.path}: {error}") from error
-        return tuple(found)
-
-
-def unsafe_name(name: str) -> str:
-    """Why a member's name must not be in a wheel; empty for a good one."""
-    parts = name.split("/")
-    if name.startswith("/") or re.match(r"[A-Za-z]:", name):
-        return "an absolute path"
-    if ".." in parts:
-        return "a path that leaves the wheel"
-    if "\\" in name or "\0" in name or any(ord(c) < 32 for c in name):
-        return "a backslash or control character in its name"
-    return ""
-
-
-def require(module: str, distribution: str) -> None:
-    """Raise :class:`CannotRun` when a library that a check needs is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise CannotRun(f"{distribution} is not installed here")
-
-
-def read_binary(name: str, data: bytes) -> Binary:
-    """Parse one ELF file.  Raises :class:`AuditError` when it is damaged."""
-    from elftools.elf.dynamic import DynamicSection
-    from elftools.elf.elffile import ELFFile
-    from elftools.elf.gnuversions import GNUVerNeedSection
-    from elftools.elf.sections import SymbolTableSection
-
-    needed: list[str] = []
-    run_paths: list[str] = []
-    versions: list[tuple[str, str]] = []
-    undefined: set[str] = set()
-    defined: set[str] = set()
-    code: list[Code] = []
-    debug: list[str] = []
-    stack: int | None = None
-    try:
-        elf = ELFFile(io.BytesIO(data))
-        for segment in elf.iter_segments():
-            if segment["p_type"] == "PT_GNU_STACK":
-                stack = int(segment["p_flags"])
-        for section in elf.iter_sections():
-            if isinstance(section, DynamicSection):
-                for tag in section.iter_tags():
-                    kind = str(tag.entry.d_tag).removeprefix("DT_")
-                    if kind == "NEEDED":
-                        needed.append(str(getattr(tag, "needed")))  # noqa: B009
-                    elif kind in ("RPATH", "RUNPATH"):
-                        run_paths.append(f"{kind} {getattr(tag, kind.lower())}")
-            elif isinstance(section, GNUVerNeedSection):
-                for library, entries in section.iter_versions():
-                    versions += [(str(library.name), str(entry.name)) for entry in entries]
-            elif isinstance(section, SymbolTableSection) and section.name == ".dynsym":
-                for symbol in section.iter_symbols():
-                    if symbol.name:
-                        (undefined if symbol["st_shndx"] == "SHN_UNDEF" else defined).add(symbol.name)
-            elif section.name.startswith((".debug_", ".zdebug_")):
-                debug.append(section.name)
-            if section["sh_flags"] & 4 and section["sh_type"] == "SHT_PROGBITS":  # SHF_EXECINSTR
-                code.append(Code(int(section["sh_addr"]), section.data()))
-        machine = str(elf["e_machine"])
-    except Exception as error:  # a damaged file makes the parser raise whatever it meets
-        raise AuditError(f"{name}: a damaged ELF file ({error})") from error
-    return Binary(
-        name=name,
-        machine=machine,
-        needed=tuple(needed),
-        run_paths=tuple(run_paths),
-        versions=tuple(versions),
-        undefined=frozenset(undefined),
-        defined=frozenset(defined),
-        stack_flags=stack,
-        debug_sections=tuple(debug),
-        code=tuple(code),
-    )
 
 
 # --- the checks: name, then the file as the wheel names it ---
@@ -692,6 +397,36 @@ def check_needed(wheel: OpenedWheel) -> Iterator[Finding]:
                 )
 
 
+@check("operators", "each family of the plan registers its operators, and no other source does")
+def check_operators(wheel: OpenedWheel) -> Iterator[Finding]:
+    """torch keeps the source file of each registration: its name stands in the library."""
+    if wheel.library is None:
+        return
+    families: dict[str, list[str]] = {}
+    for source in wheel.claims.sources:
+        if source.role == "op":
+            families.setdefault(source.family, []).append(source.path)
+    data = wheel.read(wheel.library.name)
+    found = {match[1].decode() for match in re.finditer(rb"/kernels/([\w./+-]+\.cpp)\0", data)}
+    for family, paths in families.items():
+        if not found & set(paths):
+            needed = f"registrations from {' or '.join(paths)}"
+            yield Finding("operators", wheel.library.name, f"no operator of family {family}", needed)
+    planned = {source.path for source in wheel.claims.sources}
+    for path in sorted(found - planned):
+        yield Finding("operators", wheel.library.name, f"operators of {path}", "sources of the plan alone")
+
+
+check("archs", "device code of each kernel family: exactly the plan's archs, every kernel for each of them")(
+    check_archs
+)
+check(
+    "local",
+    "no GPU kernel spills registers or keeps arrays in memory, unless the plan allows it with a reason",
+)(check_local_memory)
+check("cuobjdump", "cuobjdump lists the same device code")(check_cuobjdump)
+
+
 @check("rpath", "no RPATH or RUNPATH")
 def check_rpath(wheel: OpenedWheel) -> Iterator[Finding]:
     for binary in wheel.binaries:
@@ -769,25 +504,6 @@ def check_isa(wheel: OpenedWheel) -> Iterator[Finding]:
         yield from _judge_isa(binary.name, used, levels)
 
 
-def allowed_features(levels: Sequence[str]) -> frozenset[str]:
-    """CPUID features (iced-x86's names) that code for any of the levels may use.
-
-    An arch is a psABI level, with single extensions after a plus sign: ``x86-64-v4+avx512_bf16``.
-    Raises :class:`CannotRun` for a level that is not known here.
-    """
-    allowed = set(_BASELINE)
-    for arch in levels:
-        level, *extensions = arch.split("+")
-        if level not in LEVELS:
-            raise CannotRun(f"the instructions of {level} are not known to the audit")
-        for name, features in LEVELS.items():
-            allowed |= features
-            if name == level:
-                break
-        allowed |= {extension.upper() for extension in extensions}
-    return frozenset(allowed)
-
-
 def _judge_isa(name: str, used: Mapping[str, tuple[int, str]], levels: Sequence[str]) -> Iterator[Finding]:
     allowed = allowed_features(levels)
     needed = f"{' and '.join(levels)} at most"
@@ -798,34 +514,6 @@ def _judge_isa(name: str, used: Mapping[str, tuple[int, str]], levels: Sequence[
         own = LEVELS[arch.split("+")[0]]
         if own and not own & set(used):
             yield Finding("isa", name, f"no instruction of {arch}", f"code for {arch}, as the profile says")
-
-
-def cpu_features(code: Iterable[Code]) -> dict[str, tuple[int, str]]:
-    """CPUID features that the instructions need: count and first example of each; ``(not decodable)`` is one too."""
-    import iced_x86
-
-    names = {value: key for key, value in vars(iced_x86.CpuidFeature).items() if isinstance(value, int)}
-    codes = {value: key for key, value in vars(iced_x86.Code).items() if isinstance(value, int)}
-    by_code: dict[int, tuple[str, ...]] = {}
-    counts: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for section in code:
-        for instruction in iced_x86.Decoder(64, section.data, ip=section.address):
-            features = by_code.get(instruction.code)
-            if features is None:
-                name = codes.get(instruction.code, "")
-                if instruction.code == iced_x86.Code.INVALID:
-                    features = ("(not decodable)",)
-                elif name.startswith(_ALWAYS):
-                    features = ()
-                else:
-                    features = tuple(names[f] for f in instruction.cpuid_features())
-                by_code[instruction.code] = features
-            for feature in features:
-                counts[feature] += 1
-                if feature not in examples:
-                    examples[feature] = f"{instruction} at {instruction.ip:#x}"
-    return {feature: (count, examples[feature]) for feature, count in counts.items()}
 
 
 @check("paths", "no path of the build machine and no user name in any file")
@@ -904,10 +592,13 @@ def audit_wheel(path: Path, only: Collection[str] | None = None) -> AuditReport:
                 results.append(CheckResult(name, summary, findings=tuple(function(wheel))))
             except CannotRun as reason:
                 results.append(CheckResult(name, summary, skipped=str(reason)))
-    return AuditReport(path.name, tuple(results))
+        kernels: tuple[KernelUse, ...] = ()
+        with contextlib.suppress(CannotRun, FatbinError):  # the check `archs` says so
+            kernels = kernel_uses(wheel)
+    return AuditReport(path.name, tuple(results), kernels)
 
 
-def render(report: AuditReport) -> None:
+def render(report: AuditReport, every_kernel: bool = False) -> None:
     """Print a report as a table for a person."""
     from rich.console import Console
     from rich.table import Table
@@ -931,6 +622,8 @@ def render(report: AuditReport) -> None:
             lines = [result.summary]
         table.add_row(result.name, outcome, Text("\n".join(lines)))
     console.print(table)
+    if report.kernels:
+        render_kernels(console, report.kernels, every_kernel)
     verdict = "passed" if report.ok else f"failed: {len(report.findings)} findings"
     if report.skipped:
         verdict += f"; could not run: {', '.join(result.name for result in report.skipped)}"
@@ -938,6 +631,35 @@ def render(report: AuditReport) -> None:
 
 
 SHOWN = 12  # findings of one check in the table
+
+
+def render_kernels(console: Console, uses: Sequence[KernelUse], every: bool) -> None:
+    """Print what the GPU kernels take: a line for each source and arch, or for each kernel."""
+    from rich.table import Table
+
+    title = "GPU kernels: the most that one takes; registers, bytes of local memory a thread, of shared memory a block"
+    table = Table(title=title, title_justify="left")
+    for column in (
+        "family",
+        "source",
+        "arch",
+        "kernel" if every else "kernels",
+        "regs",
+        "shared",
+        "local",
+        "loads/stores",
+    ):
+        table.add_column(column, overflow="fold")
+    names = demangled(use.kernel for use in uses) if every else {}
+    groups: dict[tuple[str, ...], list[KernelUse]] = {}
+    for use in uses:
+        key = (use.family, use.source, use.arch, *([names[use.kernel]] if every else []))
+        groups.setdefault(key, []).append(use)
+    for (family, source, arch, *kernel), group in groups.items():
+        most = [str(max(getattr(use, key) for use in group)) for key in ("registers", "shared", "local")]
+        moved = f"{max(use.loads for use in group)}/{max(use.stores for use in group)}"
+        table.add_row(family, source, arch, *(kernel or [str(len(group))]), *most, moved)
+    console.print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -948,6 +670,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
+    parser.add_argument("--kernels", action="store_true", help="list every GPU kernel, not only each source")
     parser.add_argument("--strict", action="store_true", help="a check that could not run counts as failed")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -963,7 +686,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports.append(report)
         failed |= not report.ok or (options.strict and bool(report.skipped))
         if not options.json:
-            render(report)
+            render(report, options.kernels)
     if options.json:
         sys.stdout.write(json.dumps([report.to_json() for report in reports], indent=2) + "\n")
     return int(failed)

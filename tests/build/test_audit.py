@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -16,16 +17,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_factory import K, assembled, container, cubin, image, mangled, ptx
 from pelton_build import audit
 from pelton_build.audit import AuditError, CannotRun, audit_wheel
 from wheel_factory import (
+    CUDA_COMMON,
     HOST,
     HOST_NAME,
     INFO,
     LIBRARY,
     LIBRARY_512,
+    LIBRARY_BASELINE,
     LIBRARY_NAME,
     WheelParts,
+    cuda,
+    cuda_images,
     labelled,
     make_wheel,
     shared_object,
@@ -66,6 +72,36 @@ def with_stack_flags(flags: int | None) -> WheelParts:
             if flags is not None:
                 struct.pack_into("<I", data, at + 4, flags)
     return GOOD.but(files={LIBRARY_NAME: bytes(data)})
+
+
+def cuda_library(source: str) -> WheelParts:
+    return cuda().but(files={LIBRARY_NAME: shared_object(source)})
+
+
+def spilling(local: int, allowed: int) -> WheelParts:
+    """A CUDA wheel with a kernel that uses so much local memory, and a plan that allows it so much."""
+    parts = cuda(CUDA_COMMON, cuda_images("norm/gpu.cu", K(local=local, loads=local // 4)))
+    allowance = {"family": "norm", "kernel": "scale_kernel", "bytes": allowed, "reason": "a test"}
+    return parts.with_info(plan={**parts.info["plan"], "local_memory": [allowance]})
+
+
+# Prints what a toolkit's dumper would say of the good CUDA wheel.
+CUOBJDUMP = """#!/bin/sh
+echo "ELF file    1: gpu.sm_90a.cubin"
+echo "ELF file    2: gpu.sm_90a.cubin"
+echo "PTX file    1: gpu.sm_90.ptx"
+echo "PTX file    2: gpu.sm_90.ptx"
+"""
+
+
+@pytest.fixture
+def cuobjdump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cuobjdump first on PATH."""
+    program = tmp_path / "bin" / "cuobjdump"
+    program.parent.mkdir()
+    program.write_text(CUOBJDUMP)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 DLOPEN = HOST + 'void *dlopen(const char *, int); void *f(void) { return dlopen("x", 1); }'
@@ -128,6 +164,58 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "musl": (lambda: with_needed("libc.musl-x86_64.so.1"), "needed", LIBRARY_NAME, "libc.musl-x86_64.so.1"),
     "HIP runtime": (lambda: with_needed("libamdhip64.so.6"), "needed", LIBRARY_NAME, "libamdhip64.so.6"),
     "CUDA runtime": (lambda: with_needed("libcudart.so.13"), "needed", LIBRARY_NAME, "libcudart.so.13"),
+    "CUDA driver": (lambda: with_needed("libcuda.so.1"), "needed", LIBRARY_NAME, "libcuda.so.1"),
+    "torch's CUDA library": (lambda: with_needed("libtorch_cuda.so"), "needed", LIBRARY_NAME, "libtorch_cuda.so"),
+    "torch's HIP library": (lambda: with_needed("libtorch_hip.so"), "needed", LIBRARY_NAME, "libtorch_hip.so"),
+    "a family without its operators": (
+        lambda: GOOD.but(files={LIBRARY_NAME: shared_object(LIBRARY.replace("norm/op", "rope/op"), "-march=x86-64-v3")}),
+        "operators", LIBRARY_NAME, "no operator of family norm"),
+    "operators that the plan does not have": (
+        lambda: spoiled_library(source=LIBRARY + 'const char *f(void) { return "./kernels/rope/op.cpp"; }'),
+        "operators", LIBRARY_NAME, "operators of rope/op.cpp"),
+    "device code in a CPU wheel": (
+        lambda: spoiled_library(source=LIBRARY + assembled([container(*cuda_images())])), "archs", LIBRARY_NAME, "device code (.nv_fatbin)"),
+    "HIP code in a CPU wheel": (
+        lambda: spoiled_library(source=LIBRARY + assembled([], extra=".hip_fatbin")), "archs", LIBRARY_NAME, "device code (.hip_fatbin)"),
+    "device code in a per-Python module": (
+        lambda: cuda().but(files={HOST_NAME: shared_object(HOST + assembled([container(*cuda_images())]))}), "archs", HOST_NAME, "device code"),
+    "no device code at all": (lambda: cuda_library(LIBRARY_BASELINE), "archs", LIBRARY_NAME, "no machine code for sm_90a of norm/gpu.cu (family norm); there is none"),
+    "a plan without GPU sources": (lambda: cuda().with_info(plan={}), "archs", "_build_info.json", "no GPU source"),
+    "a family without machine code": (
+        lambda: cuda(CUDA_COMMON, cuda_images()[:1]), "archs", LIBRARY_NAME, "no machine code for sm_90a of norm/gpu.cu (family norm); there is compute_90"),
+    "a family without PTX": (lambda: cuda(CUDA_COMMON, cuda_images()[1:]), "archs", LIBRARY_NAME, "no PTX for compute_90 of norm/gpu.cu"),
+    "a family that is not there": (lambda: cuda(CUDA_COMMON), "archs", LIBRARY_NAME, "of norm/gpu.cu (family norm); there is none"),
+    "a family without kernels": (lambda: cuda(CUDA_COMMON, [image(ptx((), "sm_90"), "compute_90"), image(cubin(()))]), "archs", LIBRARY_NAME, "no kernel of family norm"),
+    "machine code for sm_90 and not for sm_90a": (
+        lambda: cuda(CUDA_COMMON, [cuda_images()[0], image(cubin(arch="sm_90"), "sm_90")]), "archs", LIBRARY_NAME, "no machine code for sm_90a"),
+    "an arch that the plan does not name": (
+        lambda: cuda(CUDA_COMMON, [*cuda_images(), image(cubin(arch="sm_80"), "sm_80")]), "archs", LIBRARY_NAME, "machine code for sm_80 of norm/gpu.cu"),
+    "PTX that the plan does not name": (
+        lambda: cuda(CUDA_COMMON, [*cuda_images(), image(ptx(arch="sm_80"), "compute_80")]), "archs", LIBRARY_NAME, "PTX for compute_80 of norm/gpu.cu"),
+    "an arch twice": (lambda: cuda(CUDA_COMMON, [*cuda_images(), cuda_images()[1]]), "archs", LIBRARY_NAME, "2 times"),
+    "machine code that is marked as another arch's": (
+        lambda: cuda(CUDA_COMMON, [cuda_images()[0], image(cubin(arch="sm_80"), "sm_90a")]), "archs", LIBRARY_NAME, "marked sm_90a, compiled for sm_80"),
+    "PTX that is marked as another arch's": (
+        lambda: cuda(CUDA_COMMON, [image(ptx(arch="sm_80"), "compute_90"), cuda_images()[1]]), "archs", LIBRARY_NAME, "marked compute_90, compiled for compute_80"),
+    "a source that the plan does not have": (
+        lambda: cuda(CUDA_COMMON, cuda_images(), cuda_images("rope/gpu.cu")), "archs", LIBRARY_NAME, "of rope/gpu.cu (kernels scale_kernel)"),
+    "device code without a source's name": (
+        lambda: cuda(CUDA_COMMON, cuda_images(), cuda_images("")), "archs", LIBRARY_NAME, "of a source without a name"),
+    "a kernel of another file": (
+        lambda: cuda(CUDA_COMMON, cuda_images("norm/gpu.cu", K(mangled("scale_kernel", "gpu_sm90_cu")))), "archs", LIBRARY_NAME, "from a file gpu_sm90_cu"),
+    "a kernel for one of the archs only": (
+        lambda: cuda(CUDA_COMMON, [cuda_images()[0], cuda_images("norm/gpu.cu", K(), K(mangled("other_kernel")))[1]]),
+        "archs", LIBRARY_NAME, "1 kernels of norm/gpu.cu (family norm) not compiled for compute_90: other_kernel"),
+    "relocatable device code": (lambda: cuda(extra="__nv_relfatbin"), "archs", LIBRARY_NAME, "relocatable device code"),
+    "device code that nobody registers": (lambda: cuda(records=1), "archs", LIBRARY_NAME, "2 fat binaries, of which 1"),
+    "damaged device code": (
+        lambda: cuda_library(LIBRARY_BASELINE + assembled([container(*cuda_images())[:-8]])), "archs", LIBRARY_NAME, "damaged device code"),
+    "a kernel that spills": (
+        lambda: cuda(CUDA_COMMON, cuda_images("norm/gpu.cu", K(local=64, loads=2, stores=1))), "local", LIBRARY_NAME, "64 bytes of local memory a thread (1 stores, 2 loads, 24 registers) in scale_kernel of norm/gpu.cu on sm_90a"),
+    "a kernel that spills more than it may": (
+        lambda: spilling(64, 32), "local", LIBRARY_NAME, "64 bytes"),
+    "an allowance that nothing needs": (lambda: spilling(0, 32), "local", "_build_info.json", "uses none"),
+    "cuobjdump finds other images": (lambda: cuda(CUDA_COMMON, cuda_images()[:1]), "cuobjdump", LIBRARY_NAME, "1 cubin sm_90a"),
     "OpenMP": (lambda: with_needed("libgomp.so.1"), "needed", LIBRARY_NAME, "libgomp.so.1"),
     "libstdc++": (lambda: with_needed("libstdc++.so.6"), "needed", LIBRARY_NAME, "libstdc++.so.6"),
     "libc10": (lambda: with_needed("libc10.so"), "needed", LIBRARY_NAME, "libc10.so"),
@@ -214,8 +302,32 @@ def test_dirty_mark_after_the_label_is_allowed(tmp_path: Path) -> None:
     assert audit_wheel(make_wheel(tmp_path, parts)).findings == ()
 
 
+def test_good_cuda_wheel_passes(tmp_path: Path, cuobjdump: None) -> None:
+    report = audit_wheel(make_wheel(tmp_path, cuda()))
+    assert report.findings == ()
+    assert {result.name for result in report.skipped} <= {"auditwheel"}
+    (use,) = report.to_json()["kernels"]
+    assert (use["family"], use["source"], use["arch"], use["registers"], use["local"]) == (
+        "norm",
+        "norm/gpu.cu",
+        "sm_90a",
+        24,
+        0,
+    )
+
+
+def test_local_memory_that_the_plan_allows(tmp_path: Path) -> None:
+    assert audit_wheel(make_wheel(tmp_path, spilling(32, 32)), only={"local"}).findings == ()
+
+
+def test_no_dumper_is_reported_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton_build.audit_cuda.shutil.which", lambda name: None)
+    report = audit_wheel(make_wheel(tmp_path, cuda()), only={"cuobjdump"})
+    assert [result.skipped for result in report.results] == ["cuobjdump of the CUDA toolkit is not on PATH"]
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_bad_wheel_fails_its_check(case: str, tmp_path: Path) -> None:
+def test_bad_wheel_fails_its_check(case: str, tmp_path: Path, cuobjdump: None) -> None:
     make, check, file, found = BAD[case]
     if check == "auditwheel":
         pytest.importorskip("auditwheel", reason="auditwheel is not installed")
@@ -318,7 +430,11 @@ def test_missing_tool_is_reported_not_passed(tmp_path: Path, monkeypatch: pytest
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pelton_build.audit", *arguments], check=False, capture_output=True, text=True
+        [sys.executable, "-m", "pelton_build.audit", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "160"},
     )
 
 
@@ -329,6 +445,10 @@ def test_command_line(tmp_path: Path) -> None:
     passed = run(str(good))
     assert passed.returncode == 0, passed.stderr
     assert "passed" in passed.stdout
+    device = make_wheel(tmp_path / "cuda", cuda(CUDA_COMMON, cuda_images("norm/gpu.cu", K(registers=77))))
+    for options, text in (((), "1"), (("--kernels",), "scale_kernel")):
+        shown = run(*options, str(device))
+        assert "77" in shown.stdout and text in shown.stdout, shown.stdout
     failed = run("--json", str(good), str(bad))
     assert failed.returncode == 1
     reports = json.loads(failed.stdout)

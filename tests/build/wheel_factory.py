@@ -11,15 +11,22 @@ import stat
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from device_factory import K, assembled, container, cubin, image, ptx
+
 LIBRARY = """
+const char *op_source(void) { return "./kernels/norm/op.cpp"; }
 typedef float v8 __attribute__((vector_size(32)));
 void pelton_scale(v8 *x, float s) { v8 f = {s, s, s, s, s, s, s, s}; *x = *x * f + f; }
+"""
+LIBRARY_BASELINE = """
+const char *op_source(void) { return "./kernels/norm/op.cpp"; }
+int pelton_scale(int x) { return 3 * x; }
 """
 LIBRARY_512 = (
     LIBRARY.replace("vector_size(32)", "vector_size(64)")
@@ -70,6 +77,37 @@ INFO: dict[str, Any] = {
     "library": "libpelton.so",
     "features": {"awq": False, "fast-math": False, "gptq": False, "marlin": False},
     "host_pythons": ["3.11"],
+    "plan": {
+        "sources": [
+            {"path": "norm/op.cpp", "family": "norm", "role": "op", "archs": []},
+            {"path": "norm/cpu.cpp", "family": "norm", "role": "cpu", "archs": ["x86-64-v3"]},
+        ]
+    },
+}
+CUDA_COMMON = (
+    image(ptx((), "sm_90"), "compute_90", "common/gpu.cu"),
+    image(cubin(()), "sm_90a", "common/gpu.cu"),
+)
+CUDA_INFO: dict[str, Any] = {
+    **INFO,
+    "profile": "cuda-sm90",
+    "backend": "cuda",
+    "archs": ["sm_90a", "compute_90"],
+    "version": "0.1.0+cu130.sm90",
+    "label": "cu130.sm90",
+    "plan": {
+        "sources": [
+            {
+                "path": "common/gpu.cu",
+                "family": "common",
+                "role": "gpu",
+                "archs": ["sm_90a", "compute_90"],
+                "support": True,
+            },
+            {"path": "norm/op.cpp", "family": "norm", "role": "op", "archs": []},
+            {"path": "norm/gpu.cu", "family": "norm", "role": "gpu", "archs": ["sm_90a", "compute_90"]},
+        ]
+    },
 }
 
 
@@ -100,6 +138,21 @@ class WheelParts:
 
     def with_info(self, **changes: Any) -> WheelParts:
         return replace(self, info={**self.info, **changes})
+
+
+def cuda_images(source: str = "norm/gpu.cu", *kernels: K) -> tuple[bytes, bytes]:
+    """The images of a source in the good CUDA wheel: machine code and PTX."""
+    listed = kernels or (K(),)
+    return image(ptx(listed, "sm_90"), "compute_90", source), image(cubin(listed), "sm_90a", source)
+
+
+def cuda(*sources: Sequence[bytes], records: int | None = None, extra: str = "") -> WheelParts:
+    """The parts of a wheel of profile cuda-sm90 whose library holds these images, one fat binary for each source."""
+    containers = [container(*images) for images in sources or (CUDA_COMMON, cuda_images())]
+    source = LIBRARY_BASELINE + assembled(containers, records, extra)
+    return WheelParts(version="0.1.0+cu130.sm90", info=copy.deepcopy(CUDA_INFO)).but(
+        files={LIBRARY_NAME: shared_object(source)}
+    )
 
 
 def good_files() -> dict[str, bytes]:
