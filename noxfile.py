@@ -89,11 +89,11 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
     given = parser.parse_args([*switches])
     try:
         settings = settings_of(name, given.feature, given.settings)
-        wheel = ROOT / "dist" / name / refuse_problems(make_plan(ROOT, settings)).wheel_name
+        plan = refuse_problems(make_plan(ROOT, settings))
     except BuildError as error:  # before anything is installed
         session.error(str(error))
-    session.install("-q", TORCH)
-    session.install("-q", *group("build"), *group("audit"))
+    wheel = ROOT / "dist" / name / plan.wheel_name
+    install_for_build(session, plan)
     made = ROOT / "build" / name / "made"
     shutil.rmtree(made, ignore_errors=True)
     options = [f"-C{key}={value}" for key, values in settings.items() for value in values]
@@ -116,6 +116,24 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
             old.unlink()
     (made / wheel.name).replace(wheel)
     session.log(f"made {wheel.relative_to(ROOT)} ({wheel.stat().st_size} bytes)")
+
+
+def install_for_build(session: nox.Session, plan: Plan) -> None:
+    """What a build without isolation needs, the compiler included where the plan takes it from the package index."""
+    session.install("-q", TORCH)
+    session.install("-q", *group("build"), *group("audit"))
+    compiler = [requirement for requirement in plan.build_requires if requirement != plan.torch.requirement]
+    if not compiler:
+        return
+    session.log(f"no CUDA compiler on this machine: installing {', '.join(compiler)} into this session")
+    try:
+        session.install("-q", *compiler)
+    except nox.command.CommandFailed:
+        session.error(
+            "this machine has no CUDA compiler, and the one of the package index could not be installed (pip's "
+            "message stands above); install a CUDA toolkit and set CUDA_HOME to it, or give pip a network or an "
+            f"index that has {compiler[0]}"
+        )
 
 
 def _build_session(name: str) -> None:

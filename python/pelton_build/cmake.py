@@ -190,21 +190,25 @@ def variables(
 
     STATE: as in the request.
     PACKAGE, LIBRARY, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
+    LANGUAGES: CMake's names of those that the plan needs. CUDA_COMPILER, CUDA_RUNTIME: the program and the static
+        library of its toolkit; empty without CUDA.
     GLIBC_FLOOR: glibc to link for; empty to link as usual.
     TORCH_INCLUDE, PYBIND11_INCLUDE: folders of headers.
     HIDDEN_FOLDERS: `folder=name` pairs that are replaced in binaries.
     JOBS, GPU_JOBS: sizes of the job pools.
-    GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _FLAGS, _DEFINITIONS: sources that are compiled alike.
+    GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _ARCHS, _FLAGS, _DEFINITIONS: sources that are compiled
+        alike; the archs as CMake names them, for GPU languages.
     HOSTS: indices; HOST_<i>_SOABI, _SUFFIX, _INCLUDE; HOST_SOURCES, HOST_DEFINITIONS: the host extension.
     BUILD_INFO, MARKER: files to install into the package. DEPENDS: what the plan was made from. TEXT: for the log.
     VARIABLES: all names.
     """
-    cxx = plan.tool("cxx")
+    cxx, cuda = plan.tool("cxx"), plan.tool("cuda")
     host = [source for source in plan.sources if source.role == "host"]
     pythons = plan.host_pythons if host else ()
     pybind11 = _pybind11_include() if pythons else ""
     hidden = [f"{plan.torch.path}=torch"] if plan.torch.path else []
     hidden += [f"{pybind11}=pybind11"] if pybind11 else []
+    hidden += [f"{cuda.root}=cuda"] if cuda and cuda.root else []
     hidden += [f"{python.include}=python{python.version}" for python in pythons]
     package = build_dir / plan.package
     found: dict[str, str | Iterable[str]] = {
@@ -213,6 +217,9 @@ def variables(
         "LIBRARY": plan.library,
         "CXX_STANDARD": str(plan.cxx_standard),
         "CXX_COMPILER": cxx.path if cxx else "",
+        "LANGUAGES": sorted({"CXX", *(source.language for source in plan.sources)}, reverse=True),
+        "CUDA_COMPILER": cuda.path if cuda else "",
+        "CUDA_RUNTIME": cuda.runtime if cuda else "",
         "MACHINE": plan.machine,
         "TORCH_FLOOR": plan.torch_floor,
         "GLIBC_FLOOR": plan.glibc if request.state == "wheel" and needs_stubs(plan.glibc) else "",
@@ -239,6 +246,7 @@ def variables(
         found[f"GROUP_{index}_ROLE"] = group[0].role
         found[f"GROUP_{index}_LANGUAGE"] = group[0].language
         found[f"GROUP_{index}_SOURCES"] = [str(root / plan.kernels / source.path) for source in group]
+        found[f"GROUP_{index}_ARCHS"] = [_cmake_arch(arch) for arch in group[0].archs if group[0].role == "gpu"]
         found[f"GROUP_{index}_FLAGS"] = group[0].flags
         found[f"GROUP_{index}_DEFINITIONS"] = group[0].definitions
     found["VARIABLES"] = sorted(found)
@@ -252,6 +260,12 @@ def _groups(sources: Iterable[PlannedSource]) -> list[list[PlannedSource]]:
         key = (source.role, source.language, source.archs, source.flags, source.definitions)
         groups.setdefault(key, []).append(source)
     return list(groups.values())
+
+
+def _cmake_arch(arch: str) -> str:
+    """`90a-real` for sm_90a, `80-virtual` for compute_80; AMD's names are CMake's own."""
+    kind, _, number = arch.partition("_")
+    return {"sm": f"{number}-real", "compute": f"{number}-virtual"}.get(kind, arch)
 
 
 def _pybind11_include() -> str:
@@ -302,6 +316,8 @@ def build_info(plan: Plan, request: Request, root: Path, cmake_version: str) -> 
         "archs": list(plan.archs),
         "glibc": plan.glibc,
         "torch_floor": plan.torch_floor,
+        "minimum_driver": plan.minimum_driver,
+        "minimum_driver_ptx": plan.minimum_driver_ptx,
         "size_budget": plan.size_budget,
         "features": {feature.name: feature.enabled for feature in plan.features},
         "toolchain": toolchain,

@@ -121,6 +121,10 @@ class Tool:
     """Version of the headers in `root`."""
     host_limit: str = ""
     """Newest major version of gcc that this nvcc accepts; empty when not known."""
+    clang_limit: str = ""
+    """The same for clang."""
+    runtime: str = ""
+    """The CUDA runtime to link in, a static library; empty for other tools."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,11 @@ class Plan:
     """Requirements that the wheel of this profile has besides those of the project: the torch floor first."""
     torch_floor: str
     """Oldest torch that the library runs with."""
+    minimum_driver: str
+    """CUDA version that the driver has to support (what `cuDriverGetVersion` says), such as `13.0`; empty for
+    other backends."""
+    minimum_driver_ptx: str
+    """The same where the driver has to compile the wheel's PTX; empty when there is none in it."""
     cxx_standard: int
     features: tuple[Feature, ...]
     settings: tuple[Setting, ...]
@@ -254,6 +263,8 @@ class Plan:
             "glibc": self.glibc,
             "size_budget": self.size_budget,
             "torch_floor": self.torch_floor,
+            "minimum_driver": self.minimum_driver,
+            "minimum_driver_ptx": self.minimum_driver_ptx,
             "cxx_standard": self.cxx_standard,
             "requires": list(self.requires),
             "features": {feature.name: feature.enabled for feature in self.features},

@@ -84,6 +84,7 @@ def resolve(
     settings.append(Setting("torch-dir", torch.path or torch.requirement, torch.origin))
     label = _label(profile, tools) + feature_label(features)
     glibc = profile.wheel.glibc
+    driver, ptx_driver = _drivers(profile, tools)
     return Plan(
         profile=profile.name,
         summary=profile.summary,
@@ -103,6 +104,8 @@ def resolve(
         size_budget=profile.wheel.size_budget.bytes,
         requires=(f"torch>={table.library.torch}", *profile.wheel.requires),
         torch_floor=str(table.library.torch),
+        minimum_driver=driver,
+        minimum_driver_ptx=ptx_driver,
         cxx_standard=table.library.cxx_standard,
         features=features,
         settings=tuple(settings),
@@ -178,6 +181,11 @@ def _checked(kind: str, toolchain: Toolchain, allowed: VersionRange, profile: Pr
             f"{profile.file}: toolchain.{kind}: found {where}, needed {allowed}{others}; set {variable} to a "
             "toolkit that fits"
         )
+    if kind == "cuda" and tool.headers_version and not tool.runtime:
+        raise ToolchainError(
+            f"{where} has no libcudart_static.a in {tool.root}; install the runtime's development files, or set "
+            f"{variable} to a whole toolkit{others}"
+        )
     if not tool.headers_version:
         raise ToolchainError(
             f"{where} is not a whole toolkit; install its headers, or set {variable} to one that is{others}"
@@ -217,6 +225,19 @@ def _cuda(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple[
     return tool, requires
 
 
+def _drivers(profile: Profile, tools: list[Tool]) -> tuple[str, str]:
+    """CUDA versions that the user's driver has to support, without and with compiling PTX.
+
+    A runtime works with every driver of its major version; PTX is understood by drivers of its own version on.
+    """
+    tool = next((tool for tool in tools if tool.kind == "cuda"), None)
+    if tool is None:
+        return "", ""
+    major, minor = Version.parse(tool.version).key[:2]
+    ptx = any(arch.startswith("compute_") for arch in profile.target.arch)
+    return f"{major}.0", f"{major}.{minor}" if ptx else ""
+
+
 def _host_compiler(
     profile: Profile, toolchain: Toolchain, gpu: Tool | None, problems: list[str]
 ) -> Tool | None:
@@ -234,11 +255,12 @@ def _host_compiler(
             f"{profile.file}: toolchain.{tool.name}: found {where}, needed {allowed}; install it and set "
             "CXX to it"
         )
-    limit = gpu.host_limit if gpu is not None and tool.name == "gcc" else ""
+    limit = {"gcc": gpu.host_limit, "clang": gpu.clang_limit}.get(tool.name, "") if gpu is not None else ""
     if gpu is not None and limit and Version.parse(tool.version).parts[0] > int(limit):
+        package, program = ("g++", "g++") if tool.name == "gcc" else ("clang", "clang++")
         raise ToolchainError(
-            f"{where} is too new for {gpu.name} {gpu.version}, which accepts gcc up to {limit}; install "
-            f"g++-{limit} and set CXX=g++-{limit}"
+            f"{where} is too new for {gpu.name} {gpu.version}, which accepts {tool.name} up to {limit}; install "
+            f"{package}-{limit} and set CXX={program}-{limit}"
         )
     return tool
 

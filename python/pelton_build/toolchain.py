@@ -7,8 +7,8 @@ The order in which a tool is taken; a variable that is set and unusable is an er
 
 - C++ compiler: `CXX`; then `g++`, `c++`, `clang++` on PATH.
 - CUDA: `CUDACXX` (a program); `CUDA_HOME`, `CUDA_PATH` (folders with bin/nvcc); `nvcc` on PATH;
-  /usr/local/cuda, /opt/cuda, /usr/local/cuda-* from the newest on. The headers are those of the toolkit
-  that the program belongs to.
+  /usr/local/cuda, /opt/cuda, /usr/local/cuda-* from the newest on; the packages of the build environment.
+  Headers and runtime are those of the toolkit that the program belongs to.
 - ROCm: `HIPCXX` (a program); `ROCM_PATH`, `HIP_PATH` (folders); `amdclang++` or `hipcc` on PATH;
   /opt/rocm, /opt/rocm-* from the newest on; a clang++ on PATH beside HIP headers in /usr.
 - torch headers: `PELTON_TORCH_DIR`; the environment that is being installed into; the build environment.
@@ -102,7 +102,7 @@ def probe_toolchain(environ: Mapping[str, str], choices: Choices, root: Path = P
         system=sys.platform,
         machine={"amd64": "x86_64", "arm64": "aarch64"}.get(machine.lower(), machine.lower()),
         cxx=probe_cxx(environ),
-        cuda=probe_cuda(environ, root),
+        cuda=probe_cuda(environ, root, [Path(entry or ".") for entry in sys.path]),
         rocm=probe_rocm(environ, root),
         torch=torch,
         torch_problem=torch_problem,
@@ -275,8 +275,14 @@ def _cxx(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | Non
 # --- CUDA ---------------------------------------------------------------------------------------------------
 
 
-def probe_cuda(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
-    """The CUDA toolkit."""
+def probe_cuda(
+    environ: Mapping[str, str], root: Path = Path("/"), build_environment: Iterable[Path] = ()
+) -> Probe:
+    """The CUDA toolkit. `build_environment`: folders of Python packages, in which the compiler that a package
+    index has lies as nvidia/cu13."""
+    packages = [
+        top for folder in build_environment for top in _inside(folder / "nvidia") if top.name.startswith("cu")
+    ]
     return _toolkit(
         environ,
         program_variable="CUDACXX",
@@ -284,6 +290,7 @@ def probe_cuda(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
         inside=("bin/nvcc",),
         on_path=("nvcc",),
         folders=_folders(root, ("usr/local/cuda", "opt/cuda"), "usr/local/cuda-*"),
+        packages=packages,
         ask=_cuda,
     )
 
@@ -296,7 +303,19 @@ def _cuda(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | No
     if match is None:
         return None, "does not tell its CUDA version"
     top = _cuda_root(path, environ)
-    return Tool("cuda", "nvcc", path, match[2] or match[1], origin, str(top or ""), *_cuda_headers(top)), ""
+    version, gcc, clang = _cuda_headers(top)
+    return Tool(
+        "cuda",
+        "nvcc",
+        path,
+        match[2] or match[1],
+        origin,
+        root=str(top or ""),
+        headers_version=version,
+        host_limit=gcc,
+        clang_limit=clang,
+        runtime=str(_cuda_runtime(top) or ""),
+    ), ""
 
 
 def _cuda_root(path: str, environ: Mapping[str, str]) -> Path | None:
@@ -320,20 +339,28 @@ def _cuda_header(top: Path, name: str) -> Path | None:
     return None
 
 
-def _cuda_headers(top: Path | None) -> tuple[str, str]:
-    """Version of a toolkit's headers, and the newest gcc that they let through."""
+def _cuda_runtime(top: Path | None) -> Path | None:
+    """The runtime to link in whole. In packages it lies in lib, where nvcc itself does not look."""
+    folders = ("lib64", f"targets/{os.uname().machine}-linux/lib", "lib")
+    paths = [top / folder / "libcudart_static.a" for folder in folders] if top is not None else []
+    return next((path for path in paths if _is_file(path)), None)
+
+
+def _cuda_headers(top: Path | None) -> tuple[str, str, str]:
+    """Version of a toolkit's headers, and the newest gcc and clang that they let through."""
     if top is None:
-        return "", ""
-    version = limit = ""
+        return "", "", ""
+    version = gcc = clang = ""
     if (header := _cuda_header(top, "cuda.h")) and (
         match := _search(header, r"^#define\s+CUDA_VERSION\s+(\d+)")
     ):
         version = f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}"
-    if (header := _cuda_header(top, "crt/host_config.h")) and (
-        match := _search(header, r"__GNUC__\s*>\s*(\d+)")
-    ):
-        limit = match[1]
-    return version, limit
+    if header := _cuda_header(top, "crt/host_config.h"):
+        if match := _search(header, r"__GNUC__\s*>\s*(\d+)"):
+            gcc = match[1]
+        if match := _search(header, r"__clang_major__\s*>=\s*(\d+)"):
+            clang = str(int(match[1]) - 1)
+    return version, gcc, clang
 
 
 def _search(path: Path, pattern: str) -> re.Match[str] | None:
@@ -418,6 +445,7 @@ def _toolkit(
     on_path: Sequence[str],
     folders: Sequence[Path],
     ask: _Ask,
+    packages: Sequence[Path] = (),
 ) -> Probe:
     """The first toolkit in the documented order that answers; all that are set by variables have to."""
     found: list[Tool] = []
@@ -445,6 +473,11 @@ def _toolkit(
         found.append(tool)
     places = [(_which(name, environ), f"{name} on PATH", "PATH") for name in on_path]
     places += [(_in_folder(folder, inside)[0] or None, str(folder), str(folder)) for folder in folders]
+    places += [
+        (path, str(folder), "the build environment")
+        for folder in packages
+        if (path := _in_folder(folder, inside)[0])
+    ]
     for program, place, origin in places:
         if program is None:
             looked.append(place)

@@ -18,7 +18,18 @@ from pelton_build.toolchain import Probe, Toolchain
 ROOT = Path(__file__).resolve().parents[2]
 
 GCC = Tool("cxx", "gcc", "/usr/bin/g++", "12.2.0", "PATH")
-NVCC = Tool("cuda", "nvcc", "/opt/cuda/bin/nvcc", "13.0.88", "PATH", "/opt/cuda", "13.0", "15")
+NVCC = Tool(
+    "cuda",
+    "nvcc",
+    "/opt/cuda/bin/nvcc",
+    "13.0.88",
+    "PATH",
+    root="/opt/cuda",
+    headers_version="13.0",
+    host_limit="15",
+    clang_limit="20",
+    runtime="/opt/cuda/lib64/libcudart_static.a",
+)
 HIP = Tool("rocm", "hip-clang", "/opt/rocm/llvm/bin/clang++", "6.4.1", "/opt/rocm", "/opt/rocm", "6.4.1")
 TORCH = TorchHeaders("/env/torch", "2.13.0", "the build environment")
 PYTHON = HostPython(
