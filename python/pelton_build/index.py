@@ -6,6 +6,7 @@ Layout below the output folder; every link is relative, so the folder works on a
     p/<profile>/simple/<project>/index.html, .json     one index for each profile (PEP 503, 691, 700)
     p/<profile>.<features>/simple/...                  a wheel built with another feature set has an index of its own
     simple/...                                         the baseline profile's wheels, for a machine nothing is known of
+    index.html                                         helps a person to choose (front_page)
 
 Installers take the highest local version label, so one index never holds two labels of one version.  Nothing is
 written unless every wheel passed: the names agree, the audit passes, no two wheels contradict each other.
@@ -37,6 +38,7 @@ from typing import Any
 
 from pelton_build import audit
 from pelton_build.errors import BuildError
+from pelton_build.front_page import Offer, Release, front_page
 from pelton_build.planning import project_root
 from pelton_build.profile import profile_names
 from pelton_build.project import load_project
@@ -70,6 +72,9 @@ class WheelEntry:
     upload_time: str  # UTC, ISO 8601: when the file was written
     metadata_sha256: str
     requires_python: str
+    summary: str  # of the profile
+    backend: str
+    archs: tuple[str, ...]
     yanked: str | None = None  # the reason
 
     @property
@@ -113,6 +118,8 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         metadata = wheel.read(f"{wheel.dist_info}/METADATA")
         claims = wheel.claims
         features = wheel.info.get("features", {})
+        summary, backend = str(wheel.info.get("summary", "")), str(wheel.info.get("backend", ""))
+        archs = tuple(map(str, wheel.info.get("archs", ())))
         requires_python = str(wheel.metadata.get("Requires-Python", ""))
         name = canonicalize_name(str(wheel.metadata["Name"]))
         version = str(wheel.metadata["Version"])
@@ -132,6 +139,9 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         upload_time=_utc(status.st_mtime),
         metadata_sha256=hashlib.sha256(metadata).hexdigest(),
         requires_python=requires_python,
+        summary=summary,
+        backend=backend,
+        archs=archs,
     )
     return entry, metadata
 
@@ -320,6 +330,29 @@ def pages_of(plan: Mapping[str, Sequence[WheelEntry]]) -> dict[str, str]:
     return {**projects, **roots}
 
 
+def offers_of(plan: Mapping[str, Sequence[WheelEntry]]) -> list[Offer]:
+    """What the front page offers: each profile's index once."""
+    offers = []
+    for page, held in plan.items():
+        if not page.startswith("p/"):
+            continue
+        latest = held[-1]
+        releases = tuple(
+            Release(
+                e.file_name,
+                e.version,
+                urllib.parse.quote(e.location),
+                e.size,
+                e.sha256,
+                e.requires_python,
+                e.yanked,
+            )
+            for e in held
+        )
+        offers.append(Offer(latest.place, latest.summary, latest.backend, latest.archs, releases))
+    return offers
+
+
 # --- writing ---
 
 
@@ -383,7 +416,7 @@ class _Writer:
 
 
 def build_index(
-    wheels: Iterable[Path], out: Path, *, baseline: str, yanks: Mapping[str, str] | None = None
+    wheels: Iterable[Path], out: Path, *, baseline: str, yanks: Mapping[str, str] | None = None, url: str = ""
 ) -> IndexReport:
     """Make or update the index of `wheels` in the folder `out`.
 
@@ -391,6 +424,7 @@ def build_index(
         wheels: wheel files; the same wheel twice is fine, two different files of one name are not.
         baseline: the profile whose wheels are on ``simple/``.
         yanks: version or file name -> reason (PEP 592).
+        url: the index's address, for the commands of the front page; all links are relative without it too.
 
     Raises:
         IndexBuildError, AuditError: nothing was written.
@@ -410,12 +444,14 @@ def build_index(
             f"{out}: holds other files ({', '.join(sorted(foreign)[:3])}); choose an empty folder"
         )
     try:
-        return _build_index(paths, out, baseline, yanks or {})
+        return _build_index(paths, out, baseline, yanks or {}, url)
     except OSError as error:
         raise IndexBuildError(f"{error.filename or out}: {error.strerror or error}") from error
 
 
-def _build_index(paths: Sequence[Path], out: Path, baseline: str, yanks: Mapping[str, str]) -> IndexReport:
+def _build_index(
+    paths: Sequence[Path], out: Path, baseline: str, yanks: Mapping[str, str], url: str
+) -> IndexReport:
     state = _read_state(out)
     entries: dict[str, WheelEntry] = {}
     metadata: dict[str, bytes] = {}
@@ -439,6 +475,7 @@ def _build_index(paths: Sequence[Path], out: Path, baseline: str, yanks: Mapping
 
     plan = plan_pages(apply_yanks(list(entries.values()), yanks), baseline)
     pages = pages_of(plan)
+    pages["index.html"] = front_page(next(iter(entries.values())).project, offers_of(plan), baseline, url)
 
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
@@ -469,7 +506,7 @@ def _build_index(paths: Sequence[Path], out: Path, baseline: str, yanks: Mapping
 
 def _from_cache(cached: Mapping[str, Any], out: Path) -> tuple[WheelEntry, bytes] | None:
     """Entry and METADATA of a wheel that was read before; None when the index no longer has its METADATA whole."""
-    entry = WheelEntry(**cached["entry"])
+    entry = _cached_entry(cached)
     try:
         text = (out / f"{entry.location}.metadata").read_bytes()
     except OSError:
@@ -477,10 +514,14 @@ def _from_cache(cached: Mapping[str, Any], out: Path) -> tuple[WheelEntry, bytes
     return (entry, text) if hashlib.sha256(text).hexdigest() == entry.metadata_sha256 else None
 
 
+def _cached_entry(cached: Mapping[str, Any]) -> WheelEntry:
+    return WheelEntry(**{**cached["entry"], "archs": tuple(cached["entry"]["archs"])})
+
+
 def _code_digest() -> str:
     """Identifies the code that judged a cached wheel, so that a stricter audit looks at all of them again."""
     digest = hashlib.sha256()
-    for module in (audit.__file__, __file__):
+    for module in (*audit.MODULES, __file__):
         digest.update(Path(module).read_bytes())
     return digest.hexdigest()
 
@@ -497,7 +538,7 @@ def _read_state(out: Path) -> dict[str, Any]:
             return {}
         wheels = state["wheels"]
         for cached in wheels.values():
-            WheelEntry(**cached["entry"])
+            _cached_entry(cached)
             _ = cached["key"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
@@ -530,6 +571,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--baseline", default="", help="profile of simple/ (default: the project's baseline profile)"
     )
     parser.add_argument(
+        "--url", default="", help="the address that it will have, for the front page's commands"
+    )
+    parser.add_argument(
         "--yank", type=Path, help="TOML file of yanked wheels (default: yanked.toml if it is there)"
     )
     options = parser.parse_args(arguments)
@@ -546,12 +590,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out,
             baseline=baseline,
             yanks=read_yanks(yank) if yank else None,
+            url=checked_url(options.url),
         )
     except BuildError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     render(report)
     return 0
+
+
+def checked_url(url: str) -> str:
+    """`url` when it can be an index's address.  Raises IndexBuildError."""
+    parts = urllib.parse.urlsplit(url)
+    if url and (parts.scheme not in ("https", "http", "file") or parts.query or parts.fragment):
+        raise IndexBuildError(f"--url {url!r}: give the index's address, such as https://HOST/PATH")
+    return url
 
 
 def find_wheels(places: Iterable[Path]) -> list[Path]:

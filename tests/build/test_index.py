@@ -6,6 +6,7 @@ import hashlib
 import html.parser
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -160,10 +161,32 @@ def test_a_new_wheel_and_a_removed_one(dist: Path, tmp_path: Path) -> None:
     for path in (dist / "cpu-avx2").glob("*fastmath*"):
         path.unlink()
     report = made(dist, site)
-    assert {name.split("/")[0] for name in report.written} == {"p", "wheels"}
-    assert all("cpu-avx512" in name or "cpu.avx512" in name for name in report.written)
+    assert {name.split("/")[0] for name in report.written} == {"index.html", "p", "wheels"}
+    changed = set(report.written) - {"index.html"}
+    assert all("cpu-avx512" in name or "cpu.avx512" in name for name in changed)
     assert report.removed and all("fastmath" in name for name in report.removed)
     assert not (site / "p/cpu-avx2.fastmath").exists()
+
+
+def test_front_page(dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    made(dist, site, url="https://example.test/whl")
+    text = (site / "index.html").read_text()
+    assert "https://example.test/whl/p/cpu-avx2.fastmath/simple/" in text
+    links = re.findall(r'href="([^"]+)"', text)
+    assert links
+    for link in links:
+        path = site / urllib.parse.unquote(link)
+        assert (path / "index.html").is_file() if link.endswith("/") else path.is_file(), link
+
+
+@pytest.mark.parametrize("url", ["example.test/whl", "ftp://example.test", "https://example.test/?a=b"])
+def test_an_address_that_is_none(url: str, dist: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pelton_build.index", str(dist), "--out", str(tmp_path / "site")]
+    result = subprocess.run([*command, "--url", url], check=False, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "--url" in result.stderr and url in result.stderr
+    assert not (tmp_path / "site").exists()
 
 
 def test_a_rebuilt_wheel_replaces_the_old_one(tmp_path: Path) -> None:
