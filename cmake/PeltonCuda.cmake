@@ -31,10 +31,13 @@ endfunction()
 # pelton_name_cuda_sources(<source>...)
 #
 # The names of kernels in anonymous namespaces hold a hash of the source's path: of the one below the checkout, so
-# that the same bytes come out wherever that lies.
+# that the same bytes come out wherever that lies. Device code carries the source's path as the plan has it, by which
+# the audit knows whose it is.
 function(pelton_name_cuda_sources)
   foreach(source IN LISTS ARGN)
     cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}" OUTPUT_VARIABLE name)
-    set_property(SOURCE "${source}" APPEND PROPERTY COMPILE_OPTIONS "-Xcudafe=--orig_src_path_name=${name}")
+    cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${PELTON_PLAN_KERNELS}" OUTPUT_VARIABLE planned)
+    set_property(SOURCE "${source}" APPEND PROPERTY COMPILE_OPTIONS
+      "-Xcudafe=--orig_src_path_name=${name}" "-Xfatbin=--ident=${planned}")
   endforeach()
 endfunction()
