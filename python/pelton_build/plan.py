@@ -22,6 +22,7 @@ __all__ = [
     "HostPython",
     "Jobs",
     "Language",
+    "LocalMemory",
     "Plan",
     "PlannedSource",
     "Role",
@@ -88,6 +89,8 @@ class PlannedSource:
     """Preprocessor definitions of this file alone, `NAME=VALUE` without `-D`."""
     reason: str
     """Why it is in."""
+    support: bool = False
+    """Whether its family supports others and is nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,19 @@ class ExcludedSource:
     role: Role
     reason: str
     """Why it is out."""
+
+
+@dataclass(frozen=True)
+class LocalMemory:
+    """Local memory that a GPU kernel may use: for spilled registers, or arrays that are indexed at run time."""
+
+    family: str
+    kernel: str
+    """The function's name, without namespaces and template arguments."""
+    bytes: int
+    """Most that a thread may use."""
+    reason: str
+    """Why it is worth it."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +236,8 @@ class Plan:
     jobs: Jobs
     variant: Mapping[str, Mapping[str, tuple[str, ...]]]
     """Wheel-variant properties: namespace, key, values."""
+    local_memory: tuple[LocalMemory, ...] = ()
+    """The GPU kernels that may use local memory; the audit allows it to no other."""
     notes: tuple[str, ...] = ()
     """What a user should know: variables that are not used, and the like."""
     problems: tuple[str, ...] = ()
@@ -276,9 +294,11 @@ class Plan:
                     "archs": list(source.archs),
                     "flags": list(source.flags),
                     "definitions": list(source.definitions),
+                    "support": source.support,
                 }
                 for source in self.sources
             ],
+            "local_memory": [dataclasses.asdict(allowance) for allowance in self.local_memory],
             "excluded": [dataclasses.asdict(source) for source in self.excluded],
             "tools": {tool.kind: f"{tool.name} {tool.version}" for tool in self.tools},
             "torch_headers": self.torch.version,

@@ -117,6 +117,12 @@ def resolve(
         build_requires=build_requires,
         jobs=jobs,
         variant=profile.variant,
+        local_memory=tuple(
+            allowance
+            for family in table.families
+            for allowance in family.local_memory
+            if any(source.family == family.name and source.role == "gpu" for source in included)
+        ),
         notes=tuple(notes),
         problems=tuple(problems),
     )
@@ -426,7 +432,9 @@ def _planned(
     brought = ", ".join(dict.fromkeys(filter(None, (family.feature, source.feature))))
     if brought:
         why += f", feature {brought}"
-    return PlannedSource(source.path, family.name, role, language, archs, flags, definitions, why)
+    return PlannedSource(
+        source.path, family.name, role, language, archs, flags, definitions, why, family.supports
+    )
 
 
 def torch_target(version: Version) -> str:

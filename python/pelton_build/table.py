@@ -25,6 +25,7 @@
     host = ["host/module.cpp"]      # Python extension, built once for each host Python
     definitions = ["..."]           # for all sources of the family
     support = true                  # the others need it; it is nothing by itself
+    local-memory = [{ kernel = "decode_kernel", bytes = 64, reason = "..." }]  # GPU kernels that may spill registers
     instead = { cuda = "torch's own product" }  # what does the family's work where it has no source
 
 Paths are relative to the table's folder. A family with device code is built for the backends that it has
@@ -43,7 +44,7 @@ from typing import Any, cast
 
 from .arch import BACKENDS, ArchError, check_archs
 from .errors import TableError
-from .plan import Backend
+from .plan import Backend, LocalMemory
 from .toml import parse_toml, read_text
 from .values import Version, VersionRange, check_requirement, did_you_mean
 
@@ -118,6 +119,8 @@ class Family:
     support: bool = False
     instead: Mapping[Backend, str] = field(default_factory=dict)
     """What does the family's work on a backend that it has no source for."""
+    local_memory: tuple[LocalMemory, ...] = ()
+    """The GPU kernels that may use local memory."""
 
     @property
     def supports(self) -> bool:
@@ -279,7 +282,17 @@ def _feature(name: str, entry: object) -> FeatureEntry:
 
 def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> Family:
     where = f"family.{name}"
-    known = ("summary", "feature", "op", "host", "cpu", "cuda", "rocm", "definitions", "support", "instead")
+    known = (
+        "summary",
+        "feature",
+        "op",
+        "host",
+        *BACKENDS,
+        "definitions",
+        "support",
+        "instead",
+        "local-memory",
+    )
     _only(entry, where, known)
     entry = cast("dict[str, Any]", entry)
     feature = _known_feature(entry, where, features)
@@ -294,6 +307,7 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
         definitions=_texts(entry, where, "definitions"),
         support=_flag(entry, where, "support"),
         instead=_instead(entry, where),
+        local_memory=_local_memory(entry, name),
     )
     if not (family.op or family.host or family.device):
         raise TableError(f"{FILE}: {where}: has no source")
@@ -317,6 +331,24 @@ def _instead(entry: Mapping[str, Any], where: str) -> Mapping[Backend, str]:
                 f"{FILE}: {where}.instead.{backend}: the family has {backend} sources; remove one of the two"
             )
     return cast("Mapping[Backend, str]", table)
+
+
+def _local_memory(entry: Mapping[str, Any], family: str) -> tuple[LocalMemory, ...]:
+    items = entry.get("local-memory", [])
+    where = f"family.{family}.local-memory"
+    if not isinstance(items, list):
+        raise TableError(f"{FILE}: {where}: expected a list of {{ kernel, bytes, reason }}, found {items!r}")
+    allowances: list[LocalMemory] = []
+    for index, item in enumerate(items):
+        at = f"{where}[{index}]"
+        _only(item, at, ("kernel", "bytes", "reason"))
+        kernel, most = _text(item, at, "kernel"), item.get("bytes")
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise TableError(f"{FILE}: {at}.bytes: expected a number of bytes, found {most!r}")
+        if any(kernel == allowance.kernel for allowance in allowances):
+            raise TableError(f"{FILE}: {at}: kernel {kernel!r} is listed twice")
+        allowances.append(LocalMemory(family, kernel, most, _text(item, at, "reason")))
+    return tuple(allowances)
 
 
 def _backends(entry: Mapping[str, Any], where: str) -> tuple[Backend, ...]:
