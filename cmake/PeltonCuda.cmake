@@ -28,16 +28,12 @@ function(pelton_add_cuda target)
   endif()
 endfunction()
 
-# pelton_name_cuda_sources(<source>...)
+# pelton_name_cuda_source(<source> <name>)
 #
-# The names of kernels in anonymous namespaces hold a hash of the source's path: of the one below the checkout, so
-# that the same bytes come out wherever that lies. Device code carries the source's path as the plan has it, by which
-# the audit knows whose it is.
-function(pelton_name_cuda_sources)
-  foreach(source IN LISTS ARGN)
-    cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}" OUTPUT_VARIABLE name)
-    cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${PELTON_PLAN_KERNELS}" OUTPUT_VARIABLE planned)
-    set_property(SOURCE "${source}" APPEND PROPERTY COMPILE_OPTIONS
-      "-Xcudafe=--orig_src_path_name=${name}" "-Xfatbin=--ident=${planned}")
-  endforeach()
+# Has the compiler write <name>, the one that the plan has, wherever it would write something of its own: into the
+# names of kernels in anonymous namespaces, which hold a hash of the path, so that the same bytes come out wherever
+# the checkout lies; and into the head of the device code, where the audit reads which source that is from.
+function(pelton_name_cuda_source source name)
+  set_property(SOURCE "${source}" APPEND PROPERTY COMPILE_OPTIONS
+    "-Xcudafe=--orig_src_path_name=${name}" "-Xfatbin=--ident=${name}")
 endfunction()

@@ -197,8 +197,8 @@ def variables(
     TORCH_INCLUDE, PYBIND11_INCLUDE: folders of headers.
     HIDDEN_FOLDERS: `folder=name` pairs that are replaced in binaries.
     JOBS, GPU_JOBS: sizes of the job pools.
-    GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _ARCHS, _FLAGS, _DEFINITIONS: sources that are compiled
-        alike; the archs as CMake names them, for GPU languages.
+    GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _NAMES, _ARCHS, _FLAGS, _DEFINITIONS: sources that are
+        compiled alike, with their names in the plan; the archs as CMake names them, for GPU languages.
     HOSTS: indices; HOST_<i>_SOABI, _SUFFIX, _INCLUDE; HOST_SOURCES, HOST_DEFINITIONS: the host extension.
     BUILD_INFO, MARKER: files to install into the package. DEPENDS: what the plan was made from. TEXT: for the log.
     VARIABLES: all names.
@@ -248,7 +248,10 @@ def variables(
         found[f"GROUP_{index}_ROLE"] = group[0].role
         found[f"GROUP_{index}_LANGUAGE"] = group[0].language
         found[f"GROUP_{index}_SOURCES"] = [str(root / plan.kernels / source.path) for source in group]
-        found[f"GROUP_{index}_ARCHS"] = [_cmake_arch(arch) for arch in group[0].archs if group[0].role == "gpu"]
+        found[f"GROUP_{index}_NAMES"] = [source.path for source in group]
+        found[f"GROUP_{index}_ARCHS"] = [
+            _cmake_arch(arch) for arch in group[0].archs if group[0].role == "gpu"
+        ]
         found[f"GROUP_{index}_FLAGS"] = group[0].flags
         found[f"GROUP_{index}_DEFINITIONS"] = group[0].definitions
     found["VARIABLES"] = sorted(found)
