@@ -14,8 +14,11 @@ What happens to a row of logits, in this order:
 8. one token is drawn from what is left.
 
 A draw is a pure function of the request's seed and the number of tokens generated so far, so that a request
-gives the same tokens alone, in a batch, and after preemption. Log-probabilities that are reported are those of the
-raw logits, before step 1.
+gives the same tokens alone, in a batch, and after preemption. On a GPU a kernel does steps 4 to 8
+(`pelton.ops.sample`): draws are the same numbers as on the CPU and choose the same tokens from the same logits,
+unless one lies so close to the edge between two tokens, or a token so close to the edge of what top_p or min_p
+keeps, that the last bits of float32 decide. (The logits themselves differ in their last bits between devices.)
+Log-probabilities that are reported are those of the raw logits, before step 1.
 """
 
 from __future__ import annotations
@@ -408,6 +411,8 @@ class Sampler:
         """
         params = [request.params for request in requests]
         unfinished_minimum = [len(r.output_token_ids) < r.params.min_tokens for r in requests]
+        if _has_kernel(logits):
+            return self._sample_by_kernel(logits, requests, unfinished_minimum)
         if not any(unfinished_minimum) and all(request.plain_greedy for request in requests):
             maxima, ids = _argmax(logits)
             return ids, [None] * len(ids), [math.isfinite(value) for value in maxima]
@@ -438,6 +443,40 @@ class Sampler:
             for i, entry in zip(wanted, found, strict=True):
                 logprobs[i] = entry
         return ids, logprobs, valid
+
+    def _sample_by_kernel(
+        self, logits: torch.Tensor, requests: Sequence[Request], unfinished_minimum: list[bool]
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
+        """As `sample`, with all work queued on the device before the first result is waited for."""
+        from pelton import ops
+
+        params = [request.params for request in requests]
+        wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
+        raw = _rows(logits, wanted) if wanted else None
+        if any(unfinished_minimum) or any(p.has_penalties or p.logit_bias for p in params):
+            if raw is logits:
+                raw = logits.clone()
+            self._adjust(logits, requests, unfinished_minimum)
+        if all(p.is_greedy for p in params):
+            tokens = ops.greedy_sample(logits)
+        else:
+            tokens = ops.sample(logits, **_kernel_arguments(requests, logits.device))
+        packed = None
+        if raw is not None:
+            chosen = _rows(tokens.unsqueeze(1), wanted).clamp(min=0)
+            packed = _packed_logprobs(raw, chosen, [params[i].logprobs or 0 for i in wanted])
+        ids = tokens.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+        if packed is not None:
+            found = _unpacked_logprobs(
+                packed,
+                [max(ids[i], 0) for i in wanted],
+                [params[i].logprobs or 0 for i in wanted],
+                logits.shape[1],
+            )
+            for i, entry in zip(wanted, found, strict=True):
+                logprobs[i] = entry
+        return [max(token_id, 0) for token_id in ids], logprobs, [token_id >= 0 for token_id in ids]
 
     @staticmethod
     def _adjust(logits: torch.Tensor, requests: Sequence[Request], unfinished_minimum: list[bool]) -> None:
@@ -484,6 +523,45 @@ class Sampler:
         values = flat[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         flat[index] = values - frequency * count - presence * (count > 0)
+
+
+def _has_kernel(logits: torch.Tensor) -> bool:
+    """Whether `pelton.ops.sample` takes these logits."""
+    if not logits.is_cuda:
+        return False
+    from pelton import ops
+
+    return ops.backend() in ("cuda", "rocm") and logits.shape[1] <= ops.SAMPLE_MAX_VOCAB
+
+
+def _kernel_arguments(requests: Sequence[Request], device: torch.device) -> dict[str, torch.Tensor | None]:
+    """What `pelton.ops.sample` needs of each request, in one transfer."""
+    import torch
+
+    num_rows = len(requests)
+    params = [request.params for request in requests]
+    host = np.empty((4, num_rows), dtype=np.int64)
+    host[0] = np.array([request.seed & _MASK for request in requests], dtype=np.uint64).view(np.int64)
+    host[1] = [len(request.output_token_ids) for request in requests]
+    halves = host[2:].view(np.int32).reshape(4, num_rows)
+    limit = np.iinfo(np.int32).max
+    halves[0] = [min(max(p.top_k, 0), limit) for p in params]
+    reals = halves[1:].view(np.float32)
+    # float32 has no number for the largest temperatures: infinity stands for them
+    with np.errstate(over="ignore"):
+        reals[0] = [p.temperature for p in params]
+    reals[1] = [p.top_p for p in params]
+    reals[2] = [p.min_p for p in params]
+    there = torch.from_numpy(host).to(device, non_blocking=True)
+    narrow = there[2:].view(torch.int32).view(4, num_rows)
+    return {
+        "seeds": there[0],
+        "positions": there[1],
+        "top_k": narrow[0] if any(p.top_k > 0 for p in params) else None,
+        "temperature": narrow[1].view(torch.float32),
+        "top_p": narrow[2].view(torch.float32) if any(p.top_p < 1.0 for p in params) else None,
+        "min_p": narrow[3].view(torch.float32) if any(p.min_p > 0.0 for p in params) else None,
+    }
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -674,6 +752,8 @@ def _sorted_head(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
     if size >= x.shape[1]:
         values, ids = x.sort(dim=-1, descending=True, stable=True)
         return values, ids
+    if x.is_cuda:
+        return _sorted_head_of_keys(x, size)
     values, ids = _top(x, size + 1)
     # which of the values that equal the last one come out is open: take the first ones by index
     tied = (values[:, size - 1] == values[:, size]) & (values[:, size] > -math.inf)
@@ -687,6 +767,18 @@ def _sorted_head(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
     return values, ids.gather(1, order)
 
 
+def _sorted_head_of_keys(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_sorted_head` without a look at values on the host: float32 and index make one integer that has no equal."""
+    import torch
+
+    bits = (x + 0.0).view(torch.int32)  # -0 becomes 0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    low = 2**32 - 1
+    keys = (order << 32) + (low - torch.arange(x.shape[1], device=x.device))
+    ids = low - (keys.topk(size, dim=-1).values & low)
+    return x.gather(1, ids), ids
+
+
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
@@ -696,30 +788,48 @@ def token_logprobs(
     """
     import torch
 
-    width = logits.shape[1]
+    chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    return _unpacked_logprobs(_packed_logprobs(logits, chosen, num_top), token_ids, num_top, logits.shape[1])
+
+
+def _packed_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> torch.Tensor:
+    """What `token_logprobs` says as one tensor [R, 2 + 2 n], so that it leaves the device in one transfer.
+
+    Log-probability and rank - 1 of the tokens [R, 1], then the `n` largest log-probabilities and their ids; float64
+    holds all of these exactly.
+    """
+    import torch
+
     maxima = logits.amax(-1, keepdim=True)
     scratch = torch.sub(logits, maxima)
     normalizer = scratch.exp_().sum(-1, keepdim=True).log_().add_(maxima)
-    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
-    ranks = torch.gt(logits, chosen, out=scratch).sum(-1).tolist()
-    counts = [width if count < 0 else min(count, width) for count in num_top]
-    most = max(counts, default=0)
-    values: list[list[float]] = [[]] * len(counts)
-    ids: list[list[int]] = [[]] * len(counts)
+    chosen = logits.gather(1, token_ids)
+    ranks = torch.gt(logits, chosen, out=scratch).sum(-1, keepdim=True)
+    parts = [chosen - normalizer, ranks]
+    most = max(_counts(num_top, logits.shape[1]), default=0)
     if most:
-        top_values, top_ids = _sorted_head(logits, most)
-        values, ids = (top_values - normalizer).tolist(), top_ids.tolist()
-    chosen_values = (chosen - normalizer).squeeze(1).tolist()
+        values, ids = _sorted_head(logits, most)
+        parts += [values - normalizer, ids]
+    return torch.cat([part.double() for part in parts], dim=-1)
+
+
+def _counts(num_top: Sequence[int], width: int) -> list[int]:
+    return [width if count < 0 else min(count, width) for count in num_top]
+
+
+def _unpacked_logprobs(
+    packed: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int], width: int
+) -> list[TokenLogprobs]:
+    most = (packed.shape[1] - 2) // 2
     result = []
-    for row, (token_id, value, rank, count) in enumerate(
-        zip(token_ids, chosen_values, ranks, counts, strict=True)
-    ):
-        others = [i for i in range(count) if ids[row][i] != token_id]
+    for row, token_id, count in zip(packed.tolist(), token_ids, _counts(num_top, width), strict=True):
+        values, ids = row[2 : 2 + most], row[2 + most :]
+        others = [i for i in range(count) if ids[i] != token_id]
         result.append(
             TokenLogprobs(
-                [token_id, *(ids[row][i] for i in others)],
-                [value, *(values[row][i] for i in others)],
-                [int(rank) + 1, *(i + 1 for i in others)],
+                [token_id, *(int(ids[i]) for i in others)],
+                [row[0], *(values[i] for i in others)],
+                [int(row[1]) + 1, *(i + 1 for i in others)],
             )
         )
     return result
