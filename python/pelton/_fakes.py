@@ -98,6 +98,27 @@ def _paged_attention(
     torch._check(out.shape == query.shape, lambda: "paged_attention: out must have the shape of query")
 
 
+def _sample(
+    out: Tensor,
+    logprobs: Tensor | None,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    workspace: Tensor,
+) -> None:
+    torch._check(logits.dim() == 2, lambda: "sample: logits must be [rows, vocab]")
+    torch._check(out.shape == logits.shape[:1], lambda: "sample: out must be [rows]")
+
+
+def _greedy_sample(out: Tensor, logits: Tensor, workspace: Tensor) -> None:
+    torch._check(logits.dim() == 2, lambda: "greedy_sample: logits must be [rows, vocab]")
+    torch._check(out.shape == logits.shape[:1], lambda: "greedy_sample: out must be [rows]")
+
+
 _FAKES = {
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
@@ -111,6 +132,8 @@ _FAKES = {
     "linear": _linear,
     "pack_linear_weight": _pack_linear_weight,
     "paged_attention": _paged_attention,
+    "sample": _sample,
+    "greedy_sample": _greedy_sample,
 }
 
 

@@ -20,11 +20,13 @@ from . import _library
 from . import ops_reference as reference
 
 __all__ = [
+    "SAMPLE_MAX_VOCAB",
     "backend",
     "copy_blocks",
     "embedding",
     "fused_add_rms_norm",
     "gelu_and_mul",
+    "greedy_sample",
     "linear",
     "linear_panel_width",
     "pack_linear_weight",
@@ -34,6 +36,8 @@ __all__ = [
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
+    "sample",
+    "sample_workspace_size",
     "silu_and_mul",
     "swap_blocks",
 ]
@@ -245,4 +249,66 @@ def paged_attention(
         sliding_window,
         soft_cap,
     )
+    return out
+
+
+#: The largest vocabulary that :func:`sample` takes.
+SAMPLE_MAX_VOCAB = 2**20
+
+
+@functools.cache
+def sample_workspace_size(num_rows: int, vocab_size: int) -> int:
+    """Elements (float32) of the workspace that :func:`sample` and :func:`greedy_sample` need."""
+    return int(_ops.sample_workspace_size.default(num_rows, vocab_size))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """One token per row of ``logits`` [rows, vocab], any row stride: steps 4 to 8 of :mod:`pelton.sampling`.
+
+    Per row: ``temperature`` float32 (below 1e-5 the argmax, of equals the lowest id), ``top_k`` int32 (0 or the
+    vocabulary's size and more: off), ``top_p`` (1: off) and ``min_p`` (0: off) float32. The draw is
+    ``pelton.sampling.uniform(seed, position)`` of int64 ``seeds`` (their 64 bits) and ``positions``, taken through
+    the cumulative distribution in the order of ids, or from the most likely token on where top_k or top_p is on:
+    the same as on the CPU, wherever rounding does not decide. Where top_k or top_p is on, a token less likely
+    than 2^-44 times the most likely one is never drawn.
+
+    Gives int64 [rows], -1 for a row with NaN or without a finite maximum. ``logprobs`` float32 [rows] receives the
+    log-probabilities of these tokens in the softmax of ``logits``, NaN for such rows. ``workspace``: float32,
+    :func:`sample_workspace_size` elements. Only in builds for GPUs.
+    """
+    num_rows, vocab_size = logits.shape
+    if out is None:
+        out = logits.new_empty(num_rows, dtype=torch.int64)
+    if workspace is None:
+        size = sample_workspace_size(num_rows, vocab_size)
+        workspace = logits.new_empty(size, dtype=torch.float32)
+    _ops.sample.default(out, logprobs, logits, temperature, top_k, top_p, min_p, seeds, positions, workspace)
+    return out
+
+
+def greedy_sample(logits: Tensor, out: Tensor | None = None, workspace: Tensor | None = None) -> Tensor:
+    """The argmax per row of ``logits`` [rows, vocab], of equals the lowest id; int64 [rows].
+
+    -1 for a row with NaN or without a finite maximum. ``workspace``: float32, :func:`sample_workspace_size`
+    elements. Only in builds for GPUs.
+    """
+    num_rows, vocab_size = logits.shape
+    if out is None:
+        out = logits.new_empty(num_rows, dtype=torch.int64)
+    if workspace is None:
+        size = sample_workspace_size(num_rows, vocab_size)
+        workspace = logits.new_empty(size, dtype=torch.float32)
+    _ops.greedy_sample.default(out, logits, workspace)
     return out

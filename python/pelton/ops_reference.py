@@ -7,20 +7,26 @@ They loop over sequences and blocks in Python: not for use in the engine.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from .sampling import GREEDY_BELOW, uniform
 
 __all__ = [
     "copy_blocks",
     "embedding",
     "fused_add_rms_norm",
     "gelu_and_mul",
+    "greedy_sample",
     "linear",
     "pack_linear_weight",
     "paged_attention",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
+    "sample",
     "silu_and_mul",
     "swap_blocks",
 ]
@@ -174,3 +180,70 @@ def paged_attention(
         values = values.to(q.dtype).masked_fill(hidden.unsqueeze(-1), 0.0)
         out[rows] = (weights @ values).transpose(0, 1).to(out.dtype)
     return out
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    ids = []
+    for row, x in enumerate(logits.double()):
+        peak = x.max().item()
+        if not math.isfinite(peak):
+            ids.append(-1)
+            continue
+        order = x.sort(descending=True, stable=True).indices
+        if temperature[row] < GREEDY_BELOW:
+            ids.append(int(order[0]))
+            continue
+        weights = sample_distribution(
+            x,
+            float(temperature[row]),
+            0 if top_k is None else int(top_k[row]),
+            1.0 if top_p is None else float(top_p[row]),
+            0.0 if min_p is None else float(min_p[row]),
+        )
+        cuts = (top_k is not None and 0 < top_k[row] < len(x)) or (top_p is not None and top_p[row] < 1)
+        if not cuts:
+            order = torch.arange(len(x), device=x.device)
+        cumulative = weights[order].cumsum(0)
+        target = uniform(int(seeds[row]), int(positions[row])) * cumulative[-1]
+        ids.append(int(order[(cumulative > target).nonzero()[0, 0]]))
+    result = torch.tensor(ids, dtype=torch.int64, device=logits.device)
+    if logprobs is not None:
+        chosen = logits.double().log_softmax(-1).gather(1, result.clamp(min=0).unsqueeze(1)).squeeze(1)
+        logprobs.copy_(torch.where(result < 0, math.nan, chosen))
+    return result if out is None else out.copy_(result)
+
+
+def sample_distribution(x: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Weights of the tokens of one row, proportional to the probabilities :func:`sample` draws with."""
+    log_weights = (x - x.max()) / temperature
+    if min_p > 0:
+        log_weights = log_weights.masked_fill(log_weights < min(math.log(min_p), 0.0), -math.inf)
+    weights = log_weights.exp()
+    order = x.sort(descending=True, stable=True).indices
+    if 0 < top_k < len(x):
+        weights[order[top_k:]] = 0
+    if top_p < 1:
+        ordered = weights[order]
+        before = ordered.cumsum(0) - ordered
+        kept = before < (top_p - 1e-6) * weights.sum()
+        kept[0] = True
+        weights[order[~kept]] = 0
+    return weights
+
+
+def greedy_sample(logits: Tensor, out: Tensor | None = None, workspace: Tensor | None = None) -> Tensor:
+    values, ids = logits.float().sort(dim=-1, descending=True, stable=True)
+    result = torch.where(values[:, 0].isfinite(), ids[:, 0], -1)
+    return result if out is None else out.copy_(result)
