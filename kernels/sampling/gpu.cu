@@ -678,9 +678,9 @@ int greedy_sample(const SampleArgs& args, int64_t rows, void* stream) {
   if (rows == 0) return 0;
   dispatch(args.dtype, [&](auto zero) {
     using T = decltype(zero);
+    const bool aligned = can_load_vectors<T>(args);
     const unsigned blocks = unsigned(rows * sample_slices(args.vocab));
-    statistics_kernel<T, true>
-        <<<blocks, kSliceThreads, 0, cudaStream_t(stream)>>>(args, can_load_vectors<T>(args));
+    statistics_kernel<T, true><<<blocks, kSliceThreads, 0, cudaStream_t(stream)>>>(args, aligned);
   });
   greedy_kernel<<<unsigned(rows), kWarp, 0, cudaStream_t(stream)>>>(args);
   return launch_result();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from pelton import ops
 from pelton.request import Request
-from pelton.sampling import Sampler, SamplingParams, request_seed, uniform
+from pelton.sampling import (
+    Sampler,
+    SamplingParams,
+    _has_kernel,
+    _sorted_head_of_keys,
+    request_seed,
+    uniform,
+)
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.pelton, "sample"),
@@ -249,27 +257,74 @@ def test_a_mixed_batch_is_what_each_row_gives_alone_and_what_the_reference_gives
     assert torch.equal(together, ops.reference.sample(**arguments))
 
 
-def test_the_sampler_on_the_cpu_draws_the_same() -> None:
-    arguments = mixed(20, 3000)
-    requests = [
-        Request(
-            str(i),
-            [1],
-            SamplingParams(
-                temperature=float(arguments["temperature"][i]),
-                top_k=int(arguments["top_k"][i]),
-                top_p=float(arguments["top_p"][i]),
-                min_p=float(arguments["min_p"][i]),
-            ),
-            max_model_len=9,
-            seed=int(arguments["seeds"][i]),
-        )
-        for i in range(20)
-    ]
-    arguments["positions"].zero_()
-    with torch.device("cpu"):
-        expected = Sampler().sample(arguments["logits"].cpu().clone(), requests)[0]
-    assert ops.sample(**arguments).tolist() == expected
+SAMPLER_OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 3, "repetition_penalty": 1.3},
+    {},
+    {"temperature": 0.6, "top_k": 40, "logprobs": 0},
+    {"temperature": 1e300, "top_p": 0.999},
+    {"top_p": 0.8, "frequency_penalty": 0.5, "presence_penalty": -0.4, "logprobs": 5},
+    {"min_p": 0.1, "logit_bias": {3: 4.0, 2999: -1e30}, "logprobs": -1},
+    {"top_k": 10**30, "top_p": 0.9, "min_p": 0.01},
+    {"min_tokens": 2, "stop_token_ids": [5, 6], "logprobs": 2},
+]
+
+
+def sampler_requests(options: list[dict[str, Any]]) -> list[Request]:
+    requests = []
+    for i, option in enumerate(options):
+        params = SamplingParams(max_tokens=None, **option)
+        requests.append(Request(str(i), [1, 2, 9], params, max_model_len=99, seed=request_seed(i)))
+        requests[-1].append(7)
+    return requests
+
+
+@pytest.mark.parametrize(
+    "options", [SAMPLER_OPTIONS, SAMPLER_OPTIONS[:1] * 3, SAMPLER_OPTIONS[3:4] * 2], ids=len
+)
+def test_the_sampler_gives_the_same_with_and_without_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, options: list[dict[str, Any]]
+) -> None:
+    logits = (randn(len(options), 3000, seed=2) * 3).round(decimals=1)
+    logits[0, 8] = 50.0
+    results = []
+    for kernel in (True, False):
+        monkeypatch.setattr("pelton.sampling._has_kernel", lambda logits, kernel=kernel: kernel)
+        device = DEVICE if kernel else torch.device("cpu")
+        with torch.device(device):
+            results.append(Sampler().sample(logits.clone().to(device), sampler_requests(options)))
+    (ids, logprobs, valid), (cpu_ids, cpu_logprobs, cpu_valid) = results
+    assert ids == cpu_ids and valid == cpu_valid
+    for entry, cpu_entry in zip(logprobs, cpu_logprobs, strict=True):
+        assert (entry is None) == (cpu_entry is None)
+        if entry is not None and cpu_entry is not None:
+            assert entry.token_ids == cpu_entry.token_ids and entry.ranks == cpu_entry.ranks
+            assert entry.logprobs == pytest.approx(cpu_entry.logprobs, abs=1e-5)
+
+
+def test_the_sampler_reports_rows_without_a_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton.sampling._has_kernel", lambda logits: True)
+    for options in ({"temperature": 0, "logprobs": 1}, {"logprobs": 1}):
+        logits = randn(3, 50)
+        logits[1, 4] = NAN
+        ids, logprobs, valid = Sampler().sample(logits, sampler_requests([options] * 3))
+        assert valid == [True, False, True] and all(0 <= i < 50 for i in ids)
+        assert logprobs[0] is not None and logprobs[0].token_ids[0] == ids[0]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the GPU's own path")
+def test_which_logits_go_to_the_kernel() -> None:
+    assert _has_kernel(torch.zeros(1, 9, device=DEVICE)) and not _has_kernel(torch.zeros(1, 9, device="cpu"))
+
+
+@pytest.mark.parametrize("size", [1, 5, 300])
+def test_the_head_of_the_sorted_row_without_a_look_at_the_host(size: int) -> None:
+    for x in (randn(3, 1024), randn(3, 1024).round(), torch.zeros(3, 1024, device=DEVICE)):
+        x[1, ::2] = -INF
+        x[2, ::3] = -0.0
+        expected = x.sort(dim=-1, descending=True, stable=True)
+        values, ids = _sorted_head_of_keys(x, size)
+        assert torch.equal(values, expected.values[:, :size]) and torch.equal(ids, expected.indices[:, :size])
 
 
 @pytest.mark.parametrize("padding", [0, 3, 4])
