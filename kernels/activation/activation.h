@@ -21,4 +21,9 @@ namespace cpu {
 void activation_and_mul(const GatedActivationArgs& args, int64_t first, int64_t last);
 }  // namespace cpu
 
+// GPU launchers return the runtime's error, 0 for none.
+namespace gpu {
+int activation_and_mul(const GatedActivationArgs& args, int64_t rows, void* stream);
+}  // namespace gpu
+
 }  // namespace pelton

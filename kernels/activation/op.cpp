@@ -1,5 +1,6 @@
 #include <string>
 
+#include "../common/device.h"
 #include "../common/op.h"
 #include "activation.h"
 
@@ -9,7 +10,8 @@ namespace {
 // Below this many elements a thread costs more than it brings.
 constexpr int64_t kGrainElements = 8192;
 
-void activation_and_mul_cpu(const char* op, Tensor& out, const Tensor& x, Activation activation) {
+void activation_and_mul(const char* op, Tensor& out, const Tensor& x, Activation activation) {
+  check_device(op, {{"x", x}, {"out", out}});
   const Rows in = rows_of(op, "x", x), to = rows_of(op, "out", out);
   check_same_dtype(op, x, out);
   bool fits = out.dim() == x.dim() && in.width == 2 * to.width;
@@ -19,23 +21,27 @@ void activation_and_mul_cpu(const char* op, Tensor& out, const Tensor& x, Activa
   const GatedActivationArgs args{
       out.mutable_data_ptr(), x.const_data_ptr(), to.width, in.stride, to.stride, activation,
       dtype_of(op, x)};
-  submit(
-      [args, elements = to.count * to.width] {
-        parallel_for(elements, kGrainElements,
-                     [&](int64_t first, int64_t last) { cpu::activation_and_mul(args, first, last); });
-      },
-      {out, x});
+  if constexpr (kGpu) {
+    launch(op, x, [&](void* stream) { return gpu::activation_and_mul(args, to.count, stream); });
+  } else {
+    submit(
+        [args, elements = to.count * to.width] {
+          parallel_for(elements, kGrainElements,
+                       [&](int64_t first, int64_t last) { cpu::activation_and_mul(args, first, last); });
+        },
+        {out, x});
+  }
 }
 
-void silu_and_mul_cpu(Tensor& out, const Tensor& x) {
-  activation_and_mul_cpu("silu_and_mul", out, x, Activation::silu);
+void silu_and_mul(Tensor& out, const Tensor& x) {
+  activation_and_mul("silu_and_mul", out, x, Activation::silu);
 }
 
-void gelu_and_mul_cpu(Tensor& out, const Tensor& x, const std::string& approximate) {
+void gelu_and_mul(Tensor& out, const Tensor& x, const std::string& approximate) {
   PELTON_CHECK(approximate == "none" || approximate == "tanh",
                "gelu_and_mul: approximate must be \"none\" or \"tanh\", found \"", approximate, "\"");
-  activation_and_mul_cpu("gelu_and_mul", out, x,
-                         approximate == "none" ? Activation::gelu_erf : Activation::gelu_tanh);
+  activation_and_mul("gelu_and_mul", out, x,
+                     approximate == "none" ? Activation::gelu_erf : Activation::gelu_tanh);
 }
 
 }  // namespace
@@ -45,7 +51,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
   m.def("silu_and_mul(Tensor(a!) out, Tensor x) -> ()");
   m.def("gelu_and_mul(Tensor(a!) out, Tensor x, str approximate) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
-  m.impl("silu_and_mul", TORCH_BOX(&pelton::silu_and_mul_cpu));
-  m.impl("gelu_and_mul", TORCH_BOX(&pelton::gelu_and_mul_cpu));
+STABLE_TORCH_LIBRARY_IMPL(pelton, CompositeExplicitAutograd, m) {
+  m.impl("silu_and_mul", TORCH_BOX(&pelton::silu_and_mul));
+  m.impl("gelu_and_mul", TORCH_BOX(&pelton::gelu_and_mul));
 }

@@ -1,12 +1,14 @@
-// What every gpu.cu is built from. The files are ordinary CUDA C++ without a torch header; for ROCm and for the
-// emulation they pass through hipify first. Branches between the platforms stand in this folder's .cuh files and
-// nowhere else: PELTON_EMULATION (plain C++ on the CPU), __HIP_PLATFORM_AMD__ (ROCm), else CUDA.
+// What every gpu.cu is built from. The files are ordinary CUDA C++ without a torch header; for ROCm and for
+// the emulation they pass through hipify first. Branches between the platforms stand in this folder's .cuh
+// files and nowhere else: PELTON_EMULATION (plain C++ on the CPU), __HIP_PLATFORM_AMD__ (ROCm), else CUDA.
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if !defined(PELTON_EMULATION) && !defined(__HIP_PLATFORM_AMD__)
 #define PELTON_CUDA 1
@@ -26,6 +28,9 @@ template <class T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
+
+// Blocks of a grid for `count` of them. Kernels go on by the size of the grid when there are more.
+inline unsigned grid_size(int64_t count) { return unsigned(std::min<int64_t>(count, 0x7fffffff)); }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(f16 x) {
@@ -115,6 +120,46 @@ __device__ __forceinline__ void store_vector(T* to, const Vector<T, N>& v) {
   *reinterpret_cast<Vector<T, N>*>(to) = v;
 }
 
+// The widest access in bytes, 16 at most, that fits all of these addresses, strides and sizes in bytes.
+inline int access_bytes(std::initializer_list<int64_t> numbers) {
+  uint64_t bits = 16;
+  for (const int64_t number : numbers) bits |= uint64_t(number);
+  return int(bits & (~bits + 1));
+}
+inline int64_t address(const void* p) { return int64_t(reinterpret_cast<uintptr_t>(p)); }
+
+// Calls f with a value of the type that moves `bytes` (1, 2, 4, 8 or 16) by one access, for copies.
+template <class F>
+inline void dispatch_access(int bytes, F&& f) {
+  switch (bytes) {
+    case 16:
+      return f(Vector<uint32_t, 4>{});
+    case 8:
+      return f(Vector<uint32_t, 2>{});
+    case 4:
+      return f(uint32_t{});
+    case 2:
+      return f(uint16_t{});
+    default:
+      return f(uint8_t{});
+  }
+}
+
+// Threads over the items of many rows: blocks of x items by y rows, a grid of rows (x) by items (y). Kernels
+// go on by the size of the grid, which no count exceeds.
+struct RowGrid {
+  dim3 grid, block;
+
+  RowGrid(int64_t rows, int64_t items, int items_per_thread, int threads = 256) {
+    const int64_t wanted = ceil_div<int64_t>(items, items_per_thread);
+    int x = 1;
+    while (x < threads && x < wanted) x *= 2;
+    block = dim3(unsigned(x), unsigned(threads / x));
+    grid = dim3(grid_size(ceil_div<int64_t>(rows, threads / x)),
+                unsigned(std::min<int64_t>(ceil_div<int64_t>(wanted, x), 65535)));
+  }
+};
+
 // Whether 16-byte accesses may be used: a base pointer, or a stride in bytes.
 inline bool is_aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 inline bool is_aligned16(int64_t bytes) { return bytes % 16 == 0; }
@@ -128,6 +173,8 @@ __device__ __forceinline__ T shuffle_xor(T v, int mask) {
   return __shfl_xor_sync(kAllLanes, v, mask, kWarp);
 }
 
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.40282347e38f; }
+
 // Sum or maximum over groups of Width lanes, the same result in each of them.
 template <int Width = kWarp>
 __device__ __forceinline__ float warp_sum(float v) {
@@ -139,6 +186,9 @@ __device__ __forceinline__ float warp_max(float v) {
   for (int mask = Width / 2; mask > 0; mask /= 2) v = fmaxf(v, shuffle_xor(v, mask));
   return v;
 }
+
+// Whether any lane of the warp has a true value.
+__device__ __forceinline__ bool warp_any(bool value) { return warp_max(value ? 1.f : 0.f) > 0; }
 
 // Sum over a block of Threads threads, the same result in each of them. All threads must call it.
 template <int Threads>

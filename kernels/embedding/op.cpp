@@ -1,5 +1,6 @@
 #include "embedding.h"
 
+#include "../common/device.h"
 #include "../common/op.h"
 
 namespace pelton {
@@ -8,8 +9,9 @@ namespace {
 // Below this many bytes a thread costs more than it brings.
 constexpr int64_t kGrainBytes = 65536;
 
-void embedding_cpu(Tensor& out, const Tensor& ids, const Tensor& weight) {
+void embedding(Tensor& out, const Tensor& ids, const Tensor& weight) {
   constexpr const char* op = "embedding";
+  check_device(op, {{"weight", weight}, {"ids", ids}, {"out", out}});
   dtype_of(op, weight);
   check_same_dtype(op, weight, out);
   PELTON_CHECK(weight.dim() == 2, op, ": weight must be [vocab_size, hidden_size], found ", shape_of(weight));
@@ -19,16 +21,24 @@ void embedding_cpu(Tensor& out, const Tensor& ids, const Tensor& weight) {
                tokens, ", ", width, "], found ", shape_of(out));
   const Rows from = rows_of(op, "weight", weight), to = rows_of(op, "out", out);
   const auto bytes = int64_t(weight.element_size());
-  const EmbeddingArgs args{out.mutable_data_ptr(),  static_cast<const int64_t*>(ids.const_data_ptr()),
-                           weight.const_data_ptr(), width * bytes,
-                           to.stride * bytes,       from.stride * bytes};
-  submit(
-      [args, tokens, vocabulary] {
-        check_values(op, "ids", args.ids, tokens, vocabulary);
-        parallel_for(tokens, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, args.row_bytes)),
-                     [&](int64_t first, int64_t last) { cpu::embedding(args, first, last); });
-      },
-      {out, ids, weight});
+  const EmbeddingArgs args{out.mutable_data_ptr(),
+                           static_cast<const int64_t*>(ids.const_data_ptr()),
+                           weight.const_data_ptr(),
+                           width * bytes,
+                           to.stride * bytes,
+                           from.stride * bytes,
+                           vocabulary};
+  if constexpr (kGpu) {
+    launch(op, weight, [&](void* stream) { return gpu::embedding(args, tokens, stream); });
+  } else {
+    submit(
+        [args, tokens] {
+          check_values(op, "ids", args.ids, tokens, args.vocabulary);
+          parallel_for(tokens, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, args.row_bytes)),
+                       [&](int64_t first, int64_t last) { cpu::embedding(args, first, last); });
+        },
+        {out, ids, weight});
+  }
 }
 
 }  // namespace
@@ -37,4 +47,6 @@ void embedding_cpu(Tensor& out, const Tensor& ids, const Tensor& weight) {
 STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
   m.def("embedding(Tensor(a!) out, Tensor ids, Tensor weight) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) { m.impl("embedding", TORCH_BOX(&pelton::embedding_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(pelton, CompositeExplicitAutograd, m) {
+  m.impl("embedding", TORCH_BOX(&pelton::embedding));
+}

@@ -1,4 +1,5 @@
 #include "../common/op.h"
+#include "../common/device.h"
 #include "rotary.h"
 
 namespace pelton {
@@ -7,9 +8,11 @@ namespace {
 // Below this many elements a thread costs more than it brings.
 constexpr int64_t kGrainElements = 16384;
 
-void rotary_embedding_cpu(Tensor& query, Tensor& key, const Tensor& positions, const Tensor& cos_sin_cache,
-                          bool interleaved) {
+void rotary_embedding(Tensor& query, Tensor& key, const Tensor& positions, const Tensor& cos_sin_cache,
+                      bool interleaved) {
   constexpr const char* op = "rotary_embedding";
+  check_device(op,
+               {{"query", query}, {"key", key}, {"positions", positions}, {"cos_sin_cache", cos_sin_cache}});
   check_heads(op, "query", query);
   check_heads(op, "key", key);
   check_same_dtype(op, query, key);
@@ -27,16 +30,22 @@ void rotary_embedding_cpu(Tensor& query, Tensor& key, const Tensor& positions, c
                         static_cast<const int64_t*>(positions.const_data_ptr()),
                         static_cast<const float*>(cos_sin_cache.const_data_ptr()),
                         rotary_dim,
+                        head_size,
+                        max_position,
                         interleaved,
                         dtype_of(op, query)};
-  const int64_t per_token = std::max<int64_t>(1, (args.query.heads + args.key.heads) * rotary_dim);
-  submit(
-      [args, tokens, max_position, grain = std::max<int64_t>(1, kGrainElements / per_token)] {
-        check_values(op, "positions", args.positions, tokens, max_position);
-        parallel_for(tokens, grain,
-                     [&](int64_t first, int64_t last) { cpu::rotary_embedding(args, first, last); });
-      },
-      {query, key, positions, cos_sin_cache});
+  if constexpr (kGpu) {
+    launch(op, query, [&](void* stream) { return gpu::rotary_embedding(args, tokens, stream); });
+  } else {
+    const int64_t per_token = std::max<int64_t>(1, (args.query.heads + args.key.heads) * rotary_dim);
+    submit(
+        [args, tokens, grain = std::max<int64_t>(1, kGrainElements / per_token)] {
+          check_values(op, "positions", args.positions, tokens, args.max_position);
+          parallel_for(tokens, grain,
+                       [&](int64_t first, int64_t last) { cpu::rotary_embedding(args, first, last); });
+        },
+        {query, key, positions, cos_sin_cache});
+  }
 }
 
 }  // namespace
@@ -47,6 +56,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
       "rotary_embedding(Tensor(a!) query, Tensor(b!) key, Tensor positions, Tensor cos_sin_cache, "
       "bool interleaved) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
-  m.impl("rotary_embedding", TORCH_BOX(&pelton::rotary_embedding_cpu));
+STABLE_TORCH_LIBRARY_IMPL(pelton, CompositeExplicitAutograd, m) {
+  m.impl("rotary_embedding", TORCH_BOX(&pelton::rotary_embedding));
 }

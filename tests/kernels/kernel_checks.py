@@ -1,11 +1,32 @@
-"""What the kernel tests share: dtypes and the comparison with float64."""
+"""What the kernel tests share: dtypes, marks, and the comparison with float64."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from pelton import ops
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# Where the loaded library takes tensors. ROCm devices are called cuda, too.
+DEVICE = "cuda" if ops.backend() in ("cuda", "rocm") else "cpu"
+
+# Tests of what one kind of library does. CPU kernels raise an error for an index that is out of range; GPU
+# kernels leave it out, because a launch cannot wait for an answer.
+cpu_kernels = pytest.mark.skipif(ops.backend() != "cpu", reason="for a library of CPU kernels")
+gpu_kernels = pytest.mark.skipif(ops.backend() == "cpu", reason="for a library of GPU kernels")
+# Tests that need the GPU itself, its memory or its streams; not in emulation.
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="for a library whose kernels run on a GPU")
+
+
+def field_cases() -> dict[str, Tensor]:
+    """Inputs and results that other implementations gave."""
+    return load_file(Path(__file__).parents[1] / "data" / "norm_act_rotary.safetensors", device=DEVICE)
 
 
 def assert_rounded(got: Tensor, want: Tensor, rtol: float = 1e-6, atol: float = 1e-7) -> None:
@@ -31,3 +52,16 @@ def with_row_stride(x: Tensor, padding: int = 5) -> Tensor:
     view = wide[..., : x.shape[-1]]
     view.copy_(x)
     return view
+
+
+def guarded(x: Tensor, margin: int = 512) -> tuple[Tensor, Tensor]:
+    """A copy of ``x`` in the middle of a larger buffer, and that buffer, whose margins hold -77."""
+    buffer = torch.full((x.numel() + 2 * margin,), -77, dtype=x.dtype)
+    inside = buffer[margin : margin + x.numel()].view(x.shape)
+    inside.copy_(x)
+    return inside, buffer
+
+
+def assert_margins_untouched(buffer: Tensor, margin: int = 512) -> None:
+    assert (buffer[:margin] == -77).all()
+    assert (buffer[-margin:] == -77).all()

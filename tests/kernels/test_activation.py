@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from kernel_checks import DTYPES, assert_rounded, with_row_stride
+from kernel_checks import DTYPES, assert_rounded, field_cases, with_row_stride
 from pelton import ops
 
 NAN, INF = float("nan"), float("inf")
@@ -132,7 +130,7 @@ def test_a_bad_value_touches_no_other(op: Op, function: Function, bad: float, co
     [("silu", ops.silu_and_mul), ("gelu_erf", ops.gelu_and_mul), ("gelu_tanh", gelu_tanh_and_mul)],
 )
 def test_cases_from_the_field(name: str, op: Op) -> None:
-    cases = load_file(Path(__file__).parents[1] / "data" / "norm_act_rotary.safetensors")
+    cases = field_cases()
     assert_rounded(op(cases["silu.x"]), cases[f"{name}.out"].double(), rtol=1e-6, atol=1e-7)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernel_checks import DTYPES
+from kernel_checks import DTYPES, assert_margins_untouched, cpu_kernels, gpu_kernels, guarded, on_gpu
 from pelton import ops
 
 
@@ -90,7 +92,11 @@ def test_strided_cache() -> None:
     assert torch.equal(both, want)
 
 
-@pytest.mark.parametrize("bad", [12, 13, 2**31, 2**63 - 1])
+PAST_THE_CACHE = [12, 13, 2**31, 2**63 - 1]
+
+
+@cpu_kernels
+@pytest.mark.parametrize("bad", PAST_THE_CACHE)
 def test_a_slot_past_the_cache_writes_nothing(bad: int) -> None:
     caches = new_caches(3, 1, 4, 2, torch.float32)
     before = tuple(cache.clone() for cache in caches)
@@ -101,6 +107,22 @@ def test_a_slot_past_the_cache_writes_nothing(bad: int) -> None:
         ops.reshape_and_cache(key, key, *caches, torch.tensor([0, 11, bad]))
     assert torch.equal(caches[0], before[0])
     assert torch.equal(caches[1], before[1])
+
+
+@gpu_kernels
+@pytest.mark.parametrize("bad", PAST_THE_CACHE)
+def test_a_slot_past_the_cache_is_left_out(bad: int) -> None:
+    torch.manual_seed(0)
+    key_cache, key_buffer = guarded(torch.randn(3, 2, 4, 8))
+    value_cache, value_buffer = guarded(torch.randn(3, 2, 4, 8))
+    want = key_cache.clone(), value_cache.clone()
+    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    ops.reshape_and_cache(key, value, key_cache, value_cache, torch.tensor([0, bad, 11]))
+    ops.reference.reshape_and_cache(key[[0, 2]], value[[0, 2]], *want, torch.tensor([0, 11]))
+    assert torch.equal(key_cache, want[0])
+    assert torch.equal(value_cache, want[1])
+    assert_margins_untouched(key_buffer)
+    assert_margins_untouched(value_buffer)
 
 
 T, KV, S = torch.zeros(2, 3, 8), torch.zeros(4, 3, 16, 8), torch.zeros(2, dtype=torch.int64)
@@ -219,6 +241,19 @@ def test_swap_blocks_with_strides_and_itself() -> None:
     assert torch.equal(dst[1], src[1])
 
 
+@pytest.mark.parametrize("num_pairs", [31, 32, 33, 100, 300])
+def test_long_lists_take_effect_in_order(num_pairs: int) -> None:
+    torch.manual_seed(num_pairs)
+    for num_blocks in (3, 20, 2 * num_pairs):
+        mapping = torch.randint(0, num_blocks, (num_pairs, 2))
+        key_cache, value_cache = new_caches(num_blocks, 2, 8, 24, torch.float16)
+        want = copied(key_cache, mapping), copied(value_cache, mapping)
+        ops.copy_blocks(key_cache, value_cache, mapping)
+        assert torch.equal(key_cache, want[0])
+        assert torch.equal(value_cache, want[1])
+
+
+@cpu_kernels
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -235,6 +270,102 @@ def test_a_block_out_of_range_copies_nothing(row: tuple[int, int], message: str)
     assert (dst == 0).all()
     with pytest.raises(RuntimeError, match=r"^copy_blocks: (source|destination) block"):
         ops.copy_blocks(src, src, pairs((0, 1), row))
+
+
+@gpu_kernels
+@pytest.mark.parametrize(
+    "bad", [(4, 0), (-1, 0), (2**40, 0), (-(2**63), 0), (0, 6), (0, -1), (0, -(2**40)), (0, 2**32)]
+)
+def test_a_pair_out_of_range_is_left_out(bad: tuple[int, int]) -> None:
+    src, dst = torch.randn(4, 40), torch.randn(6, 40)
+    src, src_buffer = guarded(src)
+    dst, dst_buffer = guarded(dst)
+    want_src, want_dst = src.clone(), dst.clone()
+    want_dst[3], want_dst[5] = src[0], src[1]
+    ops.swap_blocks(src, dst, pairs((0, 3), bad, (1, 5)))
+    assert torch.equal(dst, want_dst)
+    assert torch.equal(src, want_src)
+    assert_margins_untouched(dst_buffer)
+
+    want_src[2], want_src[3] = src[0], src[0]
+    other = src.clone()
+    if bad != (0, 6):  # blocks 4 and up are not there
+        bad = (bad[0], bad[1]) if bad[1] != 0 else (bad[0], 1)
+    ops.copy_blocks(src, other, pairs((0, 2), bad, (2, 3)))
+    assert torch.equal(src, want_src)
+    assert torch.equal(other, want_src)
+    assert_margins_untouched(src_buffer)
+
+
+def on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x)
+
+
+@on_gpu
+@pytest.mark.parametrize("list_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("direction", ["to host", "from host", "on the host's side", "on the GPU"])
+@pytest.mark.parametrize("block", [(2, 16, 40), (3,), (7, 0)])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 5), (3, 0), (3, 1), (2, 5)],
+        [(0, 1), (1, 2), (2, 3), (3, 5), (0, 4)],  # blocks that go on where the one before ended
+        [],
+    ],
+)
+def test_swap_with_the_host(
+    rows: list[tuple[int, int]], block: tuple[int, ...], direction: str, list_on: str
+) -> None:
+    torch.manual_seed(0)
+    src, dst = torch.randn(4, *block), torch.randn(6, *block)
+    want = dst.clone()
+    for source, destination in rows:
+        want[destination] = src[source]
+    mapping = pairs(*rows).to(list_on)
+    if direction == "on the host's side":
+        with pytest.raises(
+            RuntimeError, match=r"^swap_blocks: dst is on cpu, but this build of pelton has kern"
+        ):
+            ops.swap_blocks(on_host(src), on_host(dst), mapping)
+        return
+    src = on_host(src) if direction == "from host" else src
+    dst = on_host(dst) if direction == "to host" else dst
+    ops.swap_blocks(src, dst, mapping)
+    torch.cuda.synchronize()
+    assert torch.equal(dst.to(want.device), want)
+
+
+@on_gpu
+def test_a_list_on_the_host_takes_effect_in_order() -> None:
+    cache = torch.randn(5, 2, 8)
+    for mapping in MAPPINGS.values():
+        want = copied(cache, mapping)
+        ops.swap_blocks(cache, cache, mapping.cpu())
+        assert torch.equal(cache, want)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.swap_blocks(KV, KV.cpu(), pairs().cpu()),
+            r"dst is in host memory that is not pinned; allocate it with pin_memory=True$",
+        ),
+        (lambda: ops.swap_blocks(KV.cpu(), KV, pairs()), "src is in host memory that is not pinned"),
+        (
+            lambda: ops.swap_blocks(KV, KV, pairs((0, 1), (4, 0)).cpu()),
+            r"source block 4 of pair 1 is outside of \[0, 4\)$",
+        ),
+        (
+            lambda: ops.swap_blocks(KV, on_host(KV), pairs((0, -1)).cpu()),
+            r"destination block -1 of pair 0 is outside of \[0, 4\)$",
+        ),
+    ],
+)
+def test_swap_errors_with_the_host(call: Callable[[], None], message: str) -> None:
+    with pytest.raises(RuntimeError, match=r"^swap_blocks: " + message):
+        call()
 
 
 @pytest.mark.parametrize(

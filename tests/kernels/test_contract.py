@@ -53,7 +53,7 @@ def test_every_operator_of_the_library_has_a_fake_kernel() -> None:
     takes_tensors = {
         s.name.removeprefix("pelton::") for s in schemas if any("Tensor" in str(a.type) for a in s.arguments)
     }
-    assert takes_tensors == set(_fakes._FAKES)
+    assert takes_tensors == {name for name in _fakes._FAKES if hasattr(torch.ops.pelton, name)}
 
 
 FUNCTIONS = {

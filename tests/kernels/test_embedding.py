@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import DTYPES, with_row_stride
+from kernel_checks import DTYPES, assert_margins_untouched, cpu_kernels, gpu_kernels, guarded, with_row_stride
 from pelton import ops
 
 
@@ -43,7 +43,11 @@ def test_bits_are_kept() -> None:
     assert torch.equal(got.view(torch.int32), weight[[1, 0]].view(torch.int32))
 
 
-@pytest.mark.parametrize("bad", [-1, 5, 128, 2**31, 2**40, -(2**63), 2**63 - 1])
+OUT_OF_RANGE = [-1, 5, 128, 2**31, 2**40, -(2**63), 2**63 - 1]
+
+
+@cpu_kernels
+@pytest.mark.parametrize("bad", OUT_OF_RANGE)
 def test_an_id_out_of_range_writes_nothing(bad: int) -> None:
     out = torch.full((3, 2), 7.0)
     with pytest.raises(RuntimeError, match=rf"^embedding: ids\[2\] is {bad}, outside of \[0, 5\)$"):
@@ -52,8 +56,29 @@ def test_an_id_out_of_range_writes_nothing(bad: int) -> None:
     assert torch.equal(ops.embedding(torch.tensor([1]), torch.ones(5, 2)), torch.ones(1, 2))
 
 
+@gpu_kernels
+@pytest.mark.parametrize("hidden_size", [2, 16, 33])
+@pytest.mark.parametrize("bad", OUT_OF_RANGE)
+def test_an_id_out_of_range_gives_zeros(bad: int, hidden_size: int) -> None:
+    weight, _ = guarded(torch.randn(5, hidden_size))
+    out, buffer = guarded(torch.full((3, hidden_size), 7.0))
+    ops.embedding(torch.tensor([4, bad, 1]), weight, out=out)
+    assert torch.equal(out[[0, 2]], weight[[4, 1]])
+    assert (out[1] == 0).all()
+    assert_margins_untouched(buffer)
+
+
 def test_an_empty_table() -> None:
     assert ops.embedding(torch.empty(0, dtype=torch.int64), torch.zeros(0, 2)).shape == (0, 2)
+
+
+@gpu_kernels
+def test_ids_without_a_table_give_zeros() -> None:
+    assert (ops.embedding(torch.tensor([0]), torch.zeros(0, 2), out=torch.ones(1, 2)) == 0).all()
+
+
+@cpu_kernels
+def test_ids_without_a_table() -> None:
     with pytest.raises(RuntimeError, match=r"^embedding: ids\[0\] is 0, outside of \[0, 0\)$"):
         ops.embedding(torch.tensor([0]), torch.zeros(0, 2))
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from kernel_checks import DTYPES, assert_rounded, with_row_stride
+from kernel_checks import DTYPES, assert_rounded, field_cases, with_row_stride
 from pelton import ops
 
 EPS = 1e-6
@@ -22,7 +19,7 @@ def reference(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, Tensor]:
-    return load_file(Path(__file__).parents[1] / "data" / "norm_act_rotary.safetensors")
+    return field_cases()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from kernel_checks import DTYPES, assert_rounded
+from kernel_checks import (
+    DTYPES,
+    assert_margins_untouched,
+    assert_rounded,
+    cpu_kernels,
+    field_cases,
+    gpu_kernels,
+    guarded,
+)
 from pelton import ops
 
 NAN = float("nan")
@@ -119,7 +124,7 @@ def test_a_bad_head_touches_no_other(interleaved: bool) -> None:
     ("name", "interleaved"), [("rotary_neox_partial", False), ("rotary_interleaved_partial", True)]
 )
 def test_cases_from_the_field(name: str, interleaved: bool) -> None:
-    cases = load_file(Path(__file__).parents[1] / "data" / "norm_act_rotary.safetensors")
+    cases = field_cases()
     query, want = cases[f"{name}.x"].clone(), cases[f"{name}.out"].double()
     key = query[:, :1].clone()
     ops.rotary_embedding(query, key, cases[f"{name}.positions"], table(1001, 32), interleaved)
@@ -127,7 +132,11 @@ def test_cases_from_the_field(name: str, interleaved: bool) -> None:
     assert_rounded(key, want[:, :1], atol=1e-6)
 
 
-@pytest.mark.parametrize("position", [-1, 10, 2**31, 2**40, -(2**63)])
+OUT_OF_RANGE = [-1, 10, 2**31, 2**40, -(2**63)]
+
+
+@cpu_kernels
+@pytest.mark.parametrize("position", OUT_OF_RANGE)
 def test_a_position_out_of_range_changes_nothing(position: int) -> None:
     query, key = torch.randn(3, 2, 16), torch.randn(3, 1, 16)
     before = query.clone(), key.clone()
@@ -136,6 +145,28 @@ def test_a_position_out_of_range_changes_nothing(position: int) -> None:
         ops.rotary_embedding(query, key, torch.tensor([0, position, 1]), table(10, 16))
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])
+
+
+@gpu_kernels
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("position", OUT_OF_RANGE)
+def test_a_position_out_of_range_leaves_its_token(position: int, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    query, query_buffer = guarded(torch.randn(3, 2, 16))
+    key, key_buffer = guarded(torch.randn(3, 1, 16))
+    want_query, want_key = query.clone(), key.clone()
+    ops.rotary_embedding(query, key, torch.tensor([3, position, 9]), table(10, 16), interleaved)
+    rest = [0, 2]
+    turned_query, turned_key = want_query[rest].double(), want_key[rest].double()
+    ops.reference.rotary_embedding(
+        turned_query, turned_key, torch.tensor([3, 9]), table(10, 16).double(), interleaved
+    )
+    assert_rounded(query[rest], turned_query, atol=2e-6)
+    assert_rounded(key[rest], turned_key, atol=2e-6)
+    assert torch.equal(query[1], want_query[1])
+    assert torch.equal(key[1], want_key[1])
+    assert_margins_untouched(query_buffer)
+    assert_margins_untouched(key_buffer)
 
 
 Q, K, P, C = torch.zeros(3, 2, 16), torch.zeros(3, 1, 16), torch.zeros(3, dtype=torch.int64), table(10, 16)

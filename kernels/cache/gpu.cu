@@ -1,0 +1,180 @@
+// The paged KV cache on the GPU: writing new tokens into their slots, copying blocks, also to and from pinned
+// host memory. Writes go over the bytes of a head (x), the heads (y) and tokens (z). In copies a thread
+// follows the whole list of pairs for its bytes of a block, so that pairs take effect in the order of the
+// list. Method: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+// PagedAttention", 2023.
+#include "../common/gpu.cuh"
+#include "cache.h"
+
+namespace pelton::gpu {
+namespace {
+
+constexpr int kWriteThreads = 256;
+constexpr int kCopyThreads = 64;
+constexpr int kUnroll = 8;  // pairs that a thread has under way together
+
+template <class T>
+__device__ __forceinline__ T* at(void* base, int64_t bytes) {
+  return reinterpret_cast<T*>(static_cast<char*>(base) + bytes);
+}
+template <class T>
+__device__ __forceinline__ const T* at(const void* base, int64_t bytes) {
+  return reinterpret_cast<const T*>(static_cast<const char*>(base) + bytes);
+}
+
+template <class Access>
+__global__ void __launch_bounds__(kWriteThreads)
+    reshape_and_cache_kernel(const ReshapeAndCacheArgs a, int64_t tokens) {
+  const int64_t items = a.head_bytes / int64_t(sizeof(Access));
+  for (int64_t token = int64_t(blockIdx.x) * blockDim.z + threadIdx.z; token < tokens;
+       token += int64_t(gridDim.x) * blockDim.z) {
+    const int64_t slot = a.slot_mapping[token];
+    if (uint64_t(slot) >= uint64_t(a.slots)) continue;
+    const int64_t block = slot / a.block_size, offset = slot - block * a.block_size;
+    const Access* key = at<Access>(a.key.from, token * a.key.from_token_stride);
+    const Access* value = at<Access>(a.value.from, token * a.value.from_token_stride);
+    Access* key_slot = at<Access>(a.key.to, block * a.key.to_block_stride + offset * a.key.to_offset_stride);
+    Access* value_slot =
+        at<Access>(a.value.to, block * a.value.to_block_stride + offset * a.value.to_offset_stride);
+    for (int64_t head = threadIdx.y; head < a.heads; head += blockDim.y) {
+      for (int64_t i = threadIdx.x; i < items; i += blockDim.x) {
+        const Access k = at<Access>(key, head * a.key.from_head_stride)[i];
+        const Access v = at<Access>(value, head * a.value.from_head_stride)[i];
+        at<Access>(key_slot, head * a.key.to_head_stride)[i] = k;
+        at<Access>(value_slot, head * a.value.to_head_stride)[i] = v;
+      }
+    }
+  }
+}
+
+// The pairs of the list that a warp takes in one go, one a lane: as many as do not touch what an earlier one
+// of them wrote, so that all their loads may come before all their stores.
+struct PairBatch {
+  int source, destination;  // of this lane, -1 for a pair that is out of range
+  int count;
+
+  __device__ __forceinline__ PairBatch(const CopyBlocksArgs& a, int64_t first, int lane) {
+    source = destination = -1;
+    if (first + lane < a.pairs) {
+      const int64_t from = a.block_mapping[2 * (first + lane)], to = a.block_mapping[2 * (first + lane) + 1];
+      if (uint64_t(from) < uint64_t(a.sources) && uint64_t(to) < uint64_t(a.destinations)) {
+        source = int(from), destination = int(to);
+      }
+    }
+    int clash = kWarp;
+    for (int earlier = 0; earlier < kWarp - 1; ++earlier) {
+      const int written = shuffle(destination, earlier);
+      if (earlier < lane && written >= 0 && (written == source || written == destination)) clash = lane;
+    }
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) clash = min(clash, shuffle_xor(clash, mask));
+    count = int(min(int64_t(clash), a.pairs - first));
+  }
+};
+
+template <class Access>
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_blocks_kernel(const CopyBlocksArgs first_list, const CopyBlocksArgs second_list) {
+  const CopyBlocksArgs& a = blockIdx.y == 0 ? first_list : second_list;
+  const int64_t items = a.block_bytes / int64_t(sizeof(Access));
+  const int lane = threadIdx.x % kWarp;
+  // Whole warps go on, because lanes ask each other for pairs.
+  for (int64_t start = int64_t(blockIdx.x) * kCopyThreads; start < items;
+       start += int64_t(gridDim.x) * kCopyThreads) {
+    const int64_t item = start + threadIdx.x;
+    const Access* from = at<Access>(a.from, 0) + item;
+    Access* to = at<Access>(a.to, 0) + item;
+    for (int64_t first = 0; first < a.pairs;) {
+      const PairBatch batch(a, first, lane);
+      for (int k = 0; k < batch.count; k += kUnroll) {
+        Access part[kUnroll];
+        int destination[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int source = shuffle(batch.source, (k + u) % kWarp);
+          destination[u] = shuffle(batch.destination, (k + u) % kWarp);
+          if (k + u >= batch.count || item >= items) destination[u] = -1;
+          if (destination[u] >= 0) part[u] = *at<Access>(from, source * a.from_stride);
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (destination[u] >= 0) *at<Access>(to, destination[u] * a.to_stride) = part[u];
+        }
+      }
+      first += batch.count;
+    }
+  }
+}
+
+int copy_accesses(const CopyBlocksArgs& a) {
+  return access_bytes({address(a.from), address(a.to), a.from_stride, a.to_stride, a.block_bytes});
+}
+
+int copy(const CopyBlocksArgs& first, const CopyBlocksArgs& second, int lists, void* stream) {
+  const int64_t most = std::max(first.block_bytes, second.block_bytes);
+  if (first.pairs == 0 || most == 0) return 0;
+  const int bytes = std::min(copy_accesses(first), copy_accesses(second));
+  const dim3 grid(grid_size(ceil_div<int64_t>(most / bytes, kCopyThreads)), unsigned(lists));
+  dispatch_access(bytes, [&](auto access) {
+    copy_blocks_kernel<decltype(access)><<<grid, kCopyThreads, 0, cudaStream_t(stream)>>>(first, second);
+  });
+  return launch_result();
+}
+
+}  // namespace
+
+int reshape_and_cache(const ReshapeAndCacheArgs& a, int64_t tokens, void* stream) {
+  if (tokens == 0 || a.heads == 0 || a.head_bytes == 0 || a.slots == 0) return 0;
+  int bytes = access_bytes({a.head_bytes});
+  for (const CacheWrite& w : {a.key, a.value}) {
+    bytes =
+        std::min(bytes, access_bytes({address(w.from), address(w.to), w.from_token_stride, w.from_head_stride,
+                                      w.to_block_stride, w.to_head_stride, w.to_offset_stride}));
+  }
+  const int x = int(std::min<int64_t>(a.head_bytes / bytes, kWriteThreads));
+  const int y = int(std::min<int64_t>(a.heads, kWriteThreads / x));
+  const int z = std::min(kWriteThreads / (x * y), 64);
+  dispatch_access(bytes, [&](auto access) {
+    reshape_and_cache_kernel<decltype(access)>
+        <<<grid_size(ceil_div<int64_t>(tokens, z)), dim3(x, y, z), 0, cudaStream_t(stream)>>>(a, tokens);
+  });
+  return launch_result();
+}
+
+int copy_blocks(const CopyBlocksArgs& keys, const CopyBlocksArgs& values, void* stream) {
+  return copy(keys, values, 2, stream);
+}
+
+int swap_blocks(const CopyBlocksArgs& args, void* stream) { return copy(args, args, 1, stream); }
+
+int swap_blocks_by_engine(const CopyBlocksArgs& a, void* stream) {
+  if (a.block_bytes == 0) return 0;
+  // Pairs that go on where the one before ended are one copy, unless one might read what another writes.
+  const int64_t from = address(a.from), to = address(a.to);
+  const bool apart = from + a.sources * a.from_stride <= to || to + a.destinations * a.to_stride <= from;
+  const bool joins = apart && a.from_stride == a.block_bytes && a.to_stride == a.block_bytes;
+  for (int64_t pair = 0, next; pair < a.pairs; pair = next) {
+    const int64_t source = a.block_mapping[2 * pair], destination = a.block_mapping[2 * pair + 1];
+    next = pair + 1;
+    while (joins && next < a.pairs && a.block_mapping[2 * next] == source + next - pair &&
+           a.block_mapping[2 * next + 1] == destination + next - pair) {
+      ++next;
+    }
+    const auto error =
+        cudaMemcpyAsync(static_cast<char*>(a.to) + destination * a.to_stride,
+                        static_cast<const char*>(a.from) + source * a.from_stride,
+                        size_t((next - pair) * a.block_bytes), cudaMemcpyDefault, cudaStream_t(stream));
+    if (error != cudaSuccess) return int(error);
+  }
+  return 0;
+}
+
+void* device_view(const void* host) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, host) != cudaSuccess) {
+    launch_result();  // forget the error
+    return nullptr;
+  }
+  return attributes.type == cudaMemoryTypeHost ? attributes.devicePointer : nullptr;
+}
+
+}  // namespace pelton::gpu
