@@ -192,7 +192,6 @@ def variables(
     PACKAGE, LIBRARY, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
     LANGUAGES: CMake's names of those that the plan needs. CUDA_COMPILER, CUDA_RUNTIME: the program and the static
         library of its toolkit; empty without CUDA.
-    KERNELS: the folder that the plan's source paths begin in.
     GLIBC_FLOOR: glibc to link for; empty to link as usual.
     TORCH_INCLUDE, PYBIND11_INCLUDE: folders of headers.
     HIDDEN_FOLDERS: `folder=name` pairs that are replaced in binaries.
@@ -221,7 +220,6 @@ def variables(
         "LANGUAGES": sorted({"CXX", *(source.language for source in plan.sources)}, reverse=True),
         "CUDA_COMPILER": cuda.path if cuda else "",
         "CUDA_RUNTIME": cuda.runtime if cuda else "",
-        "KERNELS": str(root / plan.kernels),
         "MACHINE": plan.machine,
         "TORCH_FLOOR": plan.torch_floor,
         "GLIBC_FLOOR": plan.glibc if request.state == "wheel" and needs_stubs(plan.glibc) else "",

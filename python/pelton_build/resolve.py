@@ -23,7 +23,7 @@ from .plan import (
 )
 from .profile import Profile
 from .settings import DEVICE, PROFILE, PROFILE_FILE, Choices
-from .table import FOLDER, Family, KernelTable, Source
+from .table import FOLDER, UNBUILT, Family, KernelTable, Source
 from .toolchain import Toolchain
 from .values import Size, Version, VersionRange, check_label, join_label
 
@@ -63,7 +63,7 @@ def resolve(
             0, f"kernels.toml has no source for backend {backend} yet, so there is nothing to build"
         )
     else:
-        problems += _holes(table, features, backend)
+        problems[:0] = [*filter(None, [UNBUILT.get(backend)]), *_holes(table, features, backend)]
     torch = _torch(table, toolchain, notes)
     if torch.requirement:
         build_requires = (*build_requires, torch.requirement)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import plan_cases
 from pelton_build import cmake
 from pelton_build.errors import PlanError
 from pelton_build.plan import HostPython, Plan, Setting, Tool, TorchHeaders
@@ -147,6 +148,23 @@ def test_sources_compiled_alike_are_one_group() -> None:
     assert len({(g[0].role, g[0].flags, g[0].definitions) for g in groups}) == len(groups)
     for group in groups:
         assert len({(s.role, s.language, s.archs, s.flags, s.definitions) for s in group}) == 1
+
+
+def test_gpu_sources_have_their_archs_and_names(tmp_path: Path) -> None:
+    made = plan_cases.plan_for(plan_cases.CUDA.replace('"sm_90a"', '"sm_90a", "compute_90"'))
+    found = cmake.variables(dataclasses.replace(made, host_pythons=()), REQUEST, ROOT, tmp_path, [])
+    assert found["LANGUAGES"] == cmake.quote(["CXX", "CUDA"])
+    assert found["CUDA_COMPILER"] == cmake.quote("/opt/cuda/bin/nvcc")
+    assert found["CUDA_RUNTIME"] == cmake.quote("/opt/cuda/lib64/libcudart_static.a")
+    groups = {found[f"GROUP_{i}_ROLE"]: i for i in range(len(found["GROUPS"].strip("[=]").split(";")))}
+    gpu, op = groups[cmake.quote("gpu")], groups[cmake.quote("op")]
+    assert found[f"GROUP_{gpu}_ARCHS"] == cmake.quote(["80-real", "90a-real", "90-virtual"])
+    assert found[f"GROUP_{gpu}_NAMES"] == cmake.quote(["common/gpu.cu", "norm/gpu.cu"])
+    assert found[f"GROUP_{gpu}_DEFINITIONS"] == cmake.quote(["LIB_GPU=1"])
+    assert found[f"GROUP_{op}_ARCHS"] == cmake.quote([])
+    cpu = cmake.variables(dataclasses.replace(plan(), host_pythons=()), REQUEST, ROOT, tmp_path, [])
+    assert cpu["LANGUAGES"] == cmake.quote(["CXX"])
+    assert cpu["CUDA_COMPILER"] == cpu["CUDA_RUNTIME"] == cmake.quote("")
 
 
 def test_variables_are_all_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,8 +302,32 @@ def test_a_bare_machine_can_plan_and_says_what_is_missing() -> None:
             "", "", "build requirement, no such torch found here", "torch==2.13.0"
         )
         assert "torch==2.13.0" in plan.build_requires
-    assert plan_for(CPU).problems == plan_for(CUDA).problems == plan_for(ROCM).problems == ()
+    assert plan_for(CPU).problems == plan_for(CUDA).problems == ()
     assert plan_for(CPU).build_requires == ()
+
+
+def test_rocm_is_planned_and_not_built_yet() -> None:
+    plan = plan_for(ROCM)
+    assert "norm/gpu.cu" in {source.path for source in plan.sources}
+    assert len(plan.problems) == 1 and "rocm cannot be built yet" in plan.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("archs", "version", "expected"),
+    [
+        ('"sm_90a"', "13.1.20", ("13.0", "")),
+        ('"sm_80", "compute_80"', "13.1.20", ("13.0", "13.1")),
+        ('"sm_80", "compute_80"', "12.8.93", ("12.0", "12.8")),
+    ],
+)
+def test_the_driver_that_a_wheel_needs(archs: str, version: str, expected: tuple[str, str]) -> None:
+    """Machine code runs with every driver of the toolkit's major version; PTX needs one as new as the toolkit."""
+    nvcc = replace(NVCC, version=version, headers_version=".".join(version.split(".")[:2]))
+    plan = plan_for(CUDA.replace('"sm_80", "sm_90a"', archs), toolchain=with_tool(FULL, cuda=Probe(nvcc)))
+    assert (plan.minimum_driver, plan.minimum_driver_ptx) == expected
+    public = plan.public()
+    assert (public["minimum_driver"], public["minimum_driver_ptx"]) == expected
+    assert (plan_for(CPU).minimum_driver, plan_for(CPU).minimum_driver_ptx) == ("", "")
 
 
 def test_cuda_compiler_from_the_package_index() -> None:
@@ -339,6 +363,17 @@ def test_cuda_compiler_from_the_package_index() -> None:
         (CUDA, with_tool(FULL, cuda=Probe(replace(NVCC, version=""))), "nvcc of unknown version"),
         (CUDA, with_tool(FULL, cuda=Probe(replace(NVCC, headers_version="12.8"))), "are of two versions"),
         (CUDA, with_tool(FULL, cuda=Probe(replace(NVCC, headers_version=""))), "is not a whole toolkit"),
+        (
+            CUDA,
+            with_tool(FULL, cuda=Probe(replace(NVCC, runtime=""))),
+            "has no libcudart_static.a in /opt/cuda; install the runtime's development files, or set CUDA_HOME",
+        ),
+        (
+            CUDA,
+            with_tool(FULL, cxx=Probe(replace(GCC, name="clang", version="21.1.0"))),
+            "clang 21.1.0 (/usr/bin/g++, from PATH) is too new for nvcc 13.0.88, which accepts clang up to 20; install "
+            "clang-20 and set CXX=clang++-20",
+        ),
         (
             CUDA,
             with_tool(FULL, cuda=Probe(problem="CUDA_HOME=/x: no such folder")),

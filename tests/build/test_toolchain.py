@@ -37,7 +37,7 @@ def nvcc(top: Path, version: str = "13.0", headers: str | None = "13000", limit:
         (top / "include/crt").mkdir(parents=True)
         (top / "include/cuda.h").write_text(f"// x\n#define CUDA_VERSION {headers}\n")
         (top / "include/crt/host_config.h").write_text(
-            f"#if defined(__GNUC__)\n#if __GNUC__ > {limit}\n#error\n"
+            f"#if defined(__GNUC__)\n#if __GNUC__ > {limit}\n#error\n#if (__clang_major__ >= 21) || 0\n"
         )
     return script(top / "bin/nvcc", NVCC.format(version, top))
 
@@ -198,6 +198,32 @@ def test_a_link_leads_to_the_real_toolkit(tmp_path: Path) -> None:
     probe = probe_cuda({"PATH": PATH}, tmp_path)
     assert probe.tool is not None and probe.tool.root == str(tmp_path / "usr/local/cuda-13.0")
     assert probe.others == ()  # two ways to one toolkit
+
+
+@pytest.mark.parametrize("folder", ["lib64", f"targets/{os.uname().machine}-linux/lib", "lib"])
+def test_the_runtime_to_link_in(tmp_path: Path, folder: str) -> None:
+    nvcc(tmp_path)
+    environ = {"CUDA_HOME": str(tmp_path), "PATH": PATH}
+    tool = probe_cuda(environ, tmp_path).tool
+    assert tool is not None and tool.runtime == "" and tool.clang_limit == "20"
+    library = tmp_path / folder / "libcudart_static.a"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    tool = probe_cuda(environ, tmp_path).tool
+    assert tool is not None and tool.runtime == str(library)
+
+
+def test_the_compiler_of_the_package_index_comes_last(tmp_path: Path) -> None:
+    site = tmp_path / "env/site-packages"
+    nvcc(site / "nvidia/cu13")
+    (site / "nvidia/cudnn").mkdir()
+    tool = probe_cuda({"PATH": PATH}, tmp_path, [tmp_path / "other", site]).tool
+    assert tool is not None
+    assert (tool.origin, tool.root) == ("the build environment", str(site / "nvidia/cu13"))
+    nvcc(tmp_path / "usr/local/cuda")
+    probe = probe_cuda({"PATH": PATH}, tmp_path, [site])
+    assert probe.tool is not None and probe.tool.root == str(tmp_path / "usr/local/cuda")
+    assert [other.root for other in probe.others] == [str(site / "nvidia/cu13")]
 
 
 def test_toolkit_without_headers(tmp_path: Path) -> None:
