@@ -71,7 +71,7 @@ PELTON_HOST_DEVICE constexpr bool attention_decodes(int64_t num_queries, int64_t
 }
 enum class AttentionShare : int { all, decode, prefill };
 
-int64_t attention_workspace_size(int64_t num_heads, int64_t head_size);
+int64_t attention_workspace_size(int64_t head_size);
 int attention(const AttentionArgs& args, void* stream);  // chooses among the following
 
 // Any dtype, head size and alignment, without matrix instructions (gpu.cu).

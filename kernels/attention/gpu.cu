@@ -34,11 +34,22 @@ int attention_portable(const AttentionArgs& args, void* stream) {
   return launch_result();
 }
 
-int64_t attention_workspace_size(int64_t num_heads, int64_t head_size) { return 0; }
+#ifdef PELTON_ROCM
+int64_t attention_workspace_size(int64_t) { return 0; }
+#else
+bool attention_mma_fits(const AttentionArgs& a) {
+  return a.dtype != DType::f32 && a.cache_dtype == a.dtype && a.head_size % 8 == 0 &&
+         is_aligned16(a.key_cache) && is_aligned16(a.value_cache);
+}
+#endif
 
-int attention(const AttentionArgs& args, void* stream) {
-  if (args.num_tokens == 0 || args.num_seqs == 0 || args.num_heads == 0) return 0;
-  return attention_portable(args, stream);
+int attention(const AttentionArgs& a, void* stream) {
+  if (a.num_tokens == 0 || a.num_seqs == 0 || a.num_heads == 0 || a.max_blocks == 0 || a.num_blocks == 0)
+    return 0;
+#ifndef PELTON_ROCM
+  if (attention_mma_fits(a)) return attention_decode(a, AttentionShare::all, stream);
+#endif
+  return attention_portable(a, stream);
 }
 
 }  // namespace pelton::gpu

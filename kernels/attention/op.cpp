@@ -120,7 +120,7 @@ void paged_attention(Tensor& out, const Tensor& query, const Tensor& key_cache, 
 
 int64_t workspace_size(int64_t num_tokens, int64_t num_heads, int64_t head_size) {
   if constexpr (kGpu) {
-    return gpu::attention_workspace_size(num_heads, head_size);
+    return gpu::attention_workspace_size(head_size);
   } else {
     return cpu::attention_workspace_size(num_tokens, num_heads, head_size, torch::stable::get_num_threads());
   }

@@ -1,5 +1,6 @@
-// Matrix instructions and asynchronous copies of sm_80 and later, as functions. The emulation runs them by their
-// definition (PTX ISA, "Warp-level matrix instructions" and "Data movement and conversion instructions").
+// Matrix instructions and asynchronous copies of sm_80 and later, as functions. The emulation runs them by
+// their definition (PTX ISA, "Warp-level matrix instructions" and "Data movement and conversion
+// instructions").
 #pragma once
 #include "gpu.cuh"
 
@@ -12,7 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 #endif
 
-// D[16 x 8] += A[16 x 16] * B[16 x 8] for one warp; T is f16 or bf16, D fp32. With group = lane / 4, pair = lane % 4:
+// D[16 x 8] += A[16 x 16] * B[16 x 8] for one warp; T is f16 or bf16, D fp32. With group = lane / 4, pair =
+// lane % 4:
 //   d[0..1]: row group,     columns 2 pair, 2 pair + 1;  d[2..3]: row group + 8
 //   a[0]: row group, columns 2 pair, + 1;  a[1]: row group + 8;  a[2], a[3]: the same rows, columns + 8
 //   b[0]: rows 2 pair, + 1 of column group;  b[1]: rows + 8
@@ -23,21 +25,23 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 #else
   if constexpr (T::is_bf16) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   } else {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 #endif
 }
 
-// Four 8x8 matrices of 16-bit elements from shared memory: lane i gives the address of row i % 8 of matrix i / 8
-// (16 bytes, aligned); afterwards r[m] holds of matrix m the elements 2 (lane % 4), + 1 of row lane / 4, or, with
-// Transposed, of column lane / 4.
+// Four 8x8 matrices of 16-bit elements from shared memory: lane i gives the address of row i % 8 of matrix i
+// / 8 (16 bytes, aligned); afterwards r[m] holds of matrix m the elements 2 (lane % 4), + 1 of row lane / 4,
+// or, with Transposed, of column lane / 4.
 template <bool Transposed>
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
 #ifdef PELTON_EMULATION
@@ -57,14 +61,29 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row
 #endif
 }
 
-// Starts to copy 16 bytes from global to shared memory, past L1. When not `valid`, nothing is read and the 16 bytes
-// become zero.
+// An 8x8 matrix of 16-bit elements that a warp holds as load_matrix_x4 gives it, transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t r) {
+#ifdef PELTON_CUDA
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r));
+  return transposed;
+#else
+  // Element (i, j) is half j % 2 of lane 4 i + j / 2; this lane wants (2 pair, group) and (2 pair + 1,
+  // group).
+  const int lane = threadIdx.x % kWarp, group = lane / 4, pair = lane % 4;
+  const uint32_t low = shuffle(r, 8 * pair + group / 2), high = shuffle(r, 8 * pair + 4 + group / 2);
+  return group % 2 == 0 ? (low & 0xffffu) | high << 16 : low >> 16 | (high & 0xffff0000u);
+#endif
+}
+
+// Starts to copy 16 bytes from global to shared memory, past L1. When not `valid`, nothing is read and the 16
+// bytes become zero.
 __device__ __forceinline__ void copy_async16(void* shared, const void* global, bool valid = true) {
 #ifdef PELTON_EMULATION
   emulation::copy_async16(shared, global, valid);
 #else
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 #endif
 }
@@ -78,7 +97,8 @@ __device__ __forceinline__ void copy_async_commit() {
 #endif
 }
 
-// Waits until at most Pending of this thread's groups are unfinished. Other threads see the copies after a barrier.
+// Waits until at most Pending of this thread's groups are unfinished. Other threads see the copies after a
+// barrier.
 template <int Pending>
 __device__ __forceinline__ void copy_async_wait() {
 #ifdef PELTON_EMULATION
