@@ -14,8 +14,9 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
-__all__ = ["LIBRARY_NAME", "find", "load"]
+__all__ = ["LIBRARY_NAME", "find", "load", "operators"]
 
 LIBRARY_NAME = "libpelton.so"
 
@@ -64,6 +65,41 @@ def load() -> Path:
         if _loaded is None:
             _loaded = _load()
     return _loaded
+
+
+def operators() -> Any:
+    """``torch.ops.pelton``, with the library loaded.
+
+    A build for GPUs on a machine that it does not fit gives a stand-in, of which every operator raises what the guard
+    found: modules that use operators can be imported there, for what needs none.
+
+    Raises:
+        LibraryError: as :func:`load`; for a build for CPUs also when it does not fit this machine.
+    """
+    from . import build_info
+    from .errors import HardwareMismatch
+
+    try:
+        load()
+    except HardwareMismatch as mismatch:
+        if build_info.backend == "cpu":
+            raise
+        return _Refusing(mismatch)
+    import torch
+
+    return torch.ops.pelton
+
+
+class _Refusing:
+    """In the place of operators that cannot run here."""
+
+    def __init__(self, reason: Exception) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python and libraries ask of any object
+            raise AttributeError(name)
+        raise self._reason.with_traceback(None)
 
 
 def _load() -> Path:

@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,7 +359,7 @@ def _collect_info() -> dict[str, Any]:
         library, library_error = None, str(error)
     machine = mismatch = None
     try:
-        machine = guard.this_machine()
+        machine = guard.this_machine(gpus=build_info.backend in ("cuda", "rocm"))
         if build_info.path is not None:
             mismatch = guard.find_mismatch(build_info.as_dict(), machine, os.environ.get("PELTON_INDEX", ""))
         problem = None if mismatch is None else str(mismatch)
@@ -377,6 +377,8 @@ def _collect_info() -> dict[str, Any]:
         "host_module": {**host.module_info(), "reason": host.reason},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "torch": machine.torch if machine else None,
+        "torch_cuda": machine.torch_cuda if machine else None,
+        "torch_rocm": machine.torch_rocm if machine else None,
         "machine": {
             "system": sys.platform,
             "machine": platform.machine(),
@@ -385,8 +387,17 @@ def _collect_info() -> dict[str, Any]:
             "cpu_level": machine.level if machine else None,
             "cpu_flags": list(cpu.get("flags", ())),
             "cpu_flags_off": list(cpu.get("off", ())),
+            "nvidia_driver": machine.driver if machine else None,
+            "gpus": [dataclasses.asdict(gpu) for gpu in (machine.gpus if machine else None) or ()],
         },
     }
+
+
+def _torch_text(info: Mapping[str, Any]) -> str:
+    builds = [
+        f"{name} {info[key]}" for name, key in (("CUDA", "torch_cuda"), ("ROCm", "torch_rocm")) if info[key]
+    ]
+    return " for ".join([info["torch"], *builds]) if info["torch"] else "not installed"
 
 
 def _print_info(info: dict[str, Any]) -> None:
@@ -406,7 +417,9 @@ def _print_info(info: dict[str, Any]) -> None:
         ("fits this machine", fits[info["fits_this_machine"]]),
         ("host module", host["implementation"] + (f": {host['reason']}" if host["reason"] else "")),
         ("Python", f"{info['python']['version']} ({info['python']['executable']})"),
-        ("torch", info["torch"] or "not installed"),
+        ("torch", _torch_text(info)),
+        *((f"GPU {i}", f"{gpu['name']} ({gpu['arch']})") for i, gpu in enumerate(machine["gpus"])),
+        ("NVIDIA driver", f"for CUDA {machine['nvidia_driver']}" if machine["nvidia_driver"] else ""),
         ("CPU", f"{machine['cpu_vendor']} {machine['cpu_level'] or ''}".strip()),
         ("CPU features", " ".join(machine["cpu_flags"])),
         ("not enabled", " ".join(machine["cpu_flags_off"])),

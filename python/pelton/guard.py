@@ -6,10 +6,18 @@ linker's riddle.  So the build info of the installed wheel is compared with the 
 1. the operating system and processor family,
 2. the C library's version,
 3. the CPU's instruction sets, as CPUID tells them and the operating system has enabled them,
-4. torch: there, and not older than what the library was linked for.
+4. torch: there, and not older than what the library was linked for,
+5. for GPU builds the driver: there, with a GPU that is visible, and new enough for the runtime in the library,
+6. the GPUs: an arch of the build runs on one of them,
+7. torch: a build for this kind of GPU.
 
 The first mismatch is raised as :class:`~pelton.errors.HardwareMismatch`, which says what the build is for (``needed``),
-what is there (``found``) and the command that helps (``install``).
+what is there (``found``) and the command that helps (``install``). A GPU build is imported all the same, for what needs
+no GPU: there it is raised by the first operator. Of several GPUs those that the build does not run on are named in a
+warning; :func:`check_gpu` refuses them one by one, which the engine asks of the GPU that it is to run on.
+
+The driver is asked in another process (`_ask_driver.py`), because asking it here would break CUDA in forks of this
+process, and fix CUDA_VISIBLE_DEVICES for good. A driver that gives no answer is no mismatch.
 
 ``PELTON_HOST`` may name a TOML file that describes a machine, which is then believed instead of the real one; what
 the file leaves out is taken from the real one.  ``docs/install.md`` has an example.
@@ -19,19 +27,32 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import platform
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ._gpus import Gpu, amd_gpus, ask_nvidia, fit, visible
 from .errors import HardwareMismatch, InvalidValueError, did_you_mean
 
-__all__ = ["LEVELS", "Machine", "check", "describe", "find_mismatch", "this_machine"]
+__all__ = [
+    "LEVELS",
+    "Machine",
+    "check",
+    "check_gpu",
+    "describe",
+    "find_mismatch",
+    "this_machine",
+    "uncovered_gpus",
+]
+
+logger = logging.getLogger(__name__)
 
 # x86-64 psABI micro-architecture levels, in Linux's names of the flags; each level has what the one before it has.
 LEVELS: Mapping[str, frozenset[str]] = {
@@ -67,6 +88,18 @@ class Machine:
     """Instruction sets that the processor has and the operating system has not enabled."""
     torch: str | None
     """Version of the installed torch; None when there is none."""
+    torch_cuda: str | None = None
+    """CUDA version that torch was built with; None for a build without CUDA."""
+    torch_rocm: str | None = None
+    """ROCm version that torch was built with; None for a build without ROCm."""
+    driver: str | None = None
+    """CUDA version that the NVIDIA driver supports; empty when there is no driver, None when it is not known."""
+    gpus: tuple[Gpu, ...] | None = None
+    """The GPUs that a program sees, in their order; None when it is not known."""
+    rocm: str | None = None
+    """Version of ROCm; None when there is none, or it is not known."""
+    gpu_note: str = ""
+    """What went wrong when the driver was asked."""
 
     @property
     def level(self) -> str:
@@ -96,7 +129,35 @@ def check() -> None:
 
     if build_info.path is None:  # a source tree that was not built: the loader says so
         return
-    mismatch = find_mismatch(build_info.as_dict(), this_machine(), os.environ.get("PELTON_INDEX", ""))
+    info, machine = build_info.as_dict(), this_machine(gpus=build_info.backend != "cpu")
+    mismatch = find_mismatch(info, machine, os.environ.get("PELTON_INDEX", ""))
+    if mismatch is not None:
+        raise mismatch
+    for index in uncovered_gpus(info, machine):
+        gpu = (machine.gpus or ())[index]
+        logger.warning(
+            "pelton does not run on GPU %d, %s: this build (profile %s) is for %s; %s",
+            index,
+            gpu,
+            info["profile"],
+            ", ".join(info["archs"]),
+            _hiding(info, machine, os.environ),
+        )
+
+
+def check_gpu(index: int) -> None:
+    """Compare the installed build with one GPU, by its number as torch counts them.
+
+    Raises:
+        HardwareMismatch: the build does not run on it.
+        InvalidValueError: `PELTON_HOST` does not describe a machine.
+    """
+    from . import build_info
+
+    if build_info.path is None or build_info.backend == "cpu":
+        return
+    info, machine = build_info.as_dict(), this_machine(gpus=True)
+    mismatch = _gpu_mismatch(info, machine, index, os.environ.get("PELTON_INDEX", ""))
     if mismatch is not None:
         raise mismatch
 
@@ -140,7 +201,119 @@ def find_mismatch(info: Mapping[str, Any], machine: Machine, index: str = "") ->
         return mismatch(
             f"torch {machine.torch}", f"torch {floor} or newer", f'pip install --upgrade "torch>={floor}"'
         )
+    return None if info["backend"] == "cpu" else _gpu_mismatch(info, machine, None, index)
+
+
+# NVIDIA's drivers by the first CUDA version of a major one that they support.
+_DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
+
+
+def _gpu_mismatch(
+    info: Mapping[str, Any], machine: Machine, number: int | None, index: str
+) -> HardwareMismatch | None:
+    """The first thing in which a GPU build does not fit driver, GPU and torch; None when all fit.
+
+    Args:
+        number: the GPU's; None: the first one that the build runs on, if there is any.
+    """
+    archs, rocm = [str(arch) for arch in info["archs"]], info["backend"] == "rocm"
+    maker = "AMD" if rocm else "NVIDIA"
+    wanted = f"an {maker} GPU that runs {_either(archs)}"
+
+    def mismatch(found: str, needed: str, install: str) -> HardwareMismatch:
+        what = f"this build of pelton (profile {info['profile']}) does not fit this machine"
+        return HardwareMismatch(what, found=found, needed=needed, install=install)
+
+    other = _other_build(info, machine, index)
+    if machine.driver == "" and not rocm:
+        why = f" ({machine.gpu_note})" if machine.gpu_note else ""
+        return mismatch(f"no NVIDIA driver{why}", wanted, other)
+    if machine.gpus is not None:
+        wrong = _card_mismatch(info, machine, number)
+        if wrong is not None:
+            found, needed, install = wrong
+            return mismatch(found, needed, install or other)
+    if not (machine.torch_rocm if rocm else machine.torch_cuda):
+        kind, floor = ("ROCm" if rocm else "CUDA"), info["torch_floor"]
+        return mismatch(
+            f"torch {machine.torch}, a build without {kind}",
+            f"torch {floor} or newer, built for {kind}",
+            f'pip install --force-reinstall "torch>={floor}"   (from an index with builds for {kind})',
+        )
     return None
+
+
+def _card_mismatch(
+    info: Mapping[str, Any], machine: Machine, number: int | None
+) -> tuple[str, str, str] | None:
+    """Found, needed and what helps (empty: another build) when the build does not run on GPU `number`."""
+    archs, rocm = [str(arch) for arch in info["archs"]], info["backend"] == "rocm"
+    maker = "AMD" if rocm else "NVIDIA"
+    wanted = f"an {maker} GPU that runs {_either(archs)}"
+    gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
+    if not gpus:
+        why = f" ({machine.gpu_note})" if machine.gpu_note else _hidden(os.environ, rocm)
+        return f"no {maker} GPU{why}", wanted, ""
+    if number is None:
+        number = next((i for i, gpu in enumerate(gpus) if fit(archs, gpu) is not None), 0)
+    if number >= len(gpus):
+        return f"{len(gpus)} GPUs", f"a GPU number {number}", f"use a number from 0 to {len(gpus) - 1}"
+    gpu, driver = gpus[number], None if rocm else machine.driver
+    least = str(info.get("minimum_driver", ""))
+    if driver and least and _numbers(driver) < _numbers(least):
+        return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
+    best = fit(archs, gpu)
+    if best is None:
+        others = [f"GPU {i}, {other}" for i, other in enumerate(gpus) if fit(archs, other) is not None]
+        if others:
+            found = f"GPU {number}, {gpu}; it runs on {', '.join(others)}"
+            return found, wanted, _hiding(info, machine, os.environ)
+        return f"GPU {number}, {gpu}", wanted, ""
+    least = str(info.get("minimum_driver_ptx", ""))
+    if best[1].startswith("compute_") and driver and least and _numbers(driver) < _numbers(least):
+        found = f"an NVIDIA driver for CUDA {driver} with GPU {number}, {gpu}"
+        return (
+            found,
+            f"{_driver(least)}: it compiles the build's PTX for this GPU",
+            f"install {_driver(least)}",
+        )
+    return None
+
+
+def uncovered_gpus(info: Mapping[str, Any], machine: Machine) -> list[int]:
+    """Numbers of the visible GPUs that a GPU build does not run on."""
+    if info["backend"] == "cpu":
+        return []
+    gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
+    return [index for index, gpu in enumerate(gpus) if fit(map(str, info["archs"]), gpu) is None]
+
+
+def _hiding(info: Mapping[str, Any], machine: Machine, environ: Mapping[str, str]) -> str:
+    """How to hide the GPUs that a build does not run on."""
+    variable = "HIP_VISIBLE_DEVICES" if info["backend"] == "rocm" else "CUDA_VISIBLE_DEVICES"
+    gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
+    bad = set(uncovered_gpus(info, machine))
+    names = [name.strip() for name in environ.get(variable, "").split(",")]
+    if len(names) != len(gpus):
+        names = [str(index) for index in range(len(gpus))]
+    good = [name for index, name in enumerate(names) if index not in bad]
+    return f"{variable}={','.join(good)} hides the others"
+
+
+def _hidden(environ: Mapping[str, str], rocm: bool) -> str:
+    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if rocm else ("CUDA_VISIBLE_DEVICES",):
+        if variable in environ:
+            return f" is visible ({variable}={environ[variable]})"
+    return ""
+
+
+def _driver(least: str) -> str:
+    number = _DRIVERS.get(_numbers(least)[0]) if _numbers(least)[1] == 0 else None
+    return f"an NVIDIA driver for CUDA {least} or newer" + (f" (version {number} or newer)" if number else "")
+
+
+def _either(archs: Sequence[str]) -> str:
+    return " or ".join(archs)
 
 
 def _describe_cpu(machine: Machine, missing: frozenset[str]) -> str:
@@ -155,7 +328,38 @@ def _describe_cpu(machine: Machine, missing: frozenset[str]) -> str:
 
 
 def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
-    """The command that installs the best CPU build for this machine, by what the build info knows of the others."""
+    """The command that installs the best build for this machine, by what the build info knows of the others.
+
+    1. Of the builds for the first GPU, the one whose arch is nearest to it.
+    2. Of the builds for this CPU, the one of the highest level.
+    """
+    best = _gpu_build(info, machine) or _cpu_build(info, machine)
+    if best is None:
+        return (
+            "no build fits this machine: pelton needs a CPU with AVX2 and FMA, enabled by the operating system "
+            "(x86-64-v3), or a GPU of one of its profiles"
+        )
+    address = index.rstrip("/") or "INDEX"
+    command = f"pip install --force-reinstall --no-deps --index-url {address}/p/{best}/simple/ pelton"
+    return command if index else f"{command}   (INDEX: the address that pelton was installed from)"
+
+
+def _gpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
+    if not machine.gpus or (
+        not machine.driver and machine.gpus[0].backend == "cuda" and machine.driver is not None
+    ):
+        return None
+    gpu = machine.gpus[0]
+    fitting = [
+        (best[0], str(other["profile"]))
+        for other in info.get("profiles", ())
+        if other["backend"] == gpu.backend and other["profile"] != info["profile"]
+        if (best := fit(map(str, other["archs"]), gpu)) is not None
+    ]
+    return min(fitting)[1] if fitting else None
+
+
+def _cpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
     order = list(LEVELS)
     fitting = [
         (max(order.index(level) for level in other["archs"]), str(other["profile"]))
@@ -163,13 +367,7 @@ def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
         if other["backend"] == "cpu"
         and all(level_features(level) <= machine.flags for level in other["archs"])
     ]
-    if not fitting:
-        return "no build fits this CPU: pelton needs one with AVX2 and FMA, enabled by the operating system (x86-64-v3)"
-    address = index.rstrip("/") or "INDEX"
-    command = (
-        f"pip install --force-reinstall --no-deps --index-url {address}/p/{max(fitting)[1]}/simple/ pelton"
-    )
-    return command if index else f"{command}   (INDEX: the address that pelton was installed from)"
+    return max(fitting)[1] if fitting else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -181,25 +379,54 @@ def _numbers(version: str) -> tuple[int, ...]:
 # --- the machine ---
 
 
-def this_machine() -> Machine:
-    """The machine that `PELTON_HOST` describes, else the real one."""
+def this_machine(gpus: bool = False) -> Machine:
+    """The machine that `PELTON_HOST` describes, else the real one; `gpus`: with its GPUs, which takes a moment."""
     path = os.environ.get("PELTON_HOST", "").strip()
-    return described_machine(Path(path), real_machine()) if path else real_machine()
+    if not path:
+        return real_machine(gpus)
+    described = described_machine(Path(path), real_machine(), os.environ)
+    if gpus and described.gpus is None and described.driver is None:  # the file says nothing of them
+        return _with_gpus(described)
+    return described
 
 
-def real_machine() -> Machine:
+def real_machine(gpus: bool = False) -> Machine:
     """The machine that this process runs on."""
     from . import host
 
     cpu = host.cpu_features()
-    return Machine(
+    torch, builds = _torch()
+    machine = Machine(
         system=sys.platform,
         machine=platform.machine(),
         glibc=_glibc(),
         flags=frozenset(cpu["flags"]),
         off=frozenset(cpu["off"]),
-        torch=_torch_version(),
+        torch=torch,
+        torch_cuda=builds.get("cuda"),
+        torch_rocm=builds.get("hip"),
     )
+    return _with_gpus(machine) if gpus else machine
+
+
+def _with_gpus(machine: Machine) -> Machine:
+    answer = ask_nvidia(os.environ)
+    amd = visible(amd_gpus(), os.environ)
+    known = answer.driver is not None or amd
+    return replace(
+        machine,
+        driver=answer.driver,
+        gpus=(*answer.gpus, *amd) if known else None,
+        rocm=_rocm_version(),
+        gpu_note=answer.note,
+    )
+
+
+def _rocm_version(file: Path = Path("/opt/rocm/.info/version")) -> str | None:
+    try:
+        return file.read_text(encoding="ascii").strip() or None
+    except (OSError, ValueError):
+        return None
 
 
 def _glibc() -> str | None:
@@ -210,29 +437,58 @@ def _glibc() -> str | None:
     return version if name == "glibc" else None
 
 
-def _torch_version() -> str | None:
-    """The version of torch without importing it, which takes a second; None when it is not installed."""
+def _torch() -> tuple[str | None, Mapping[str, str]]:
+    """The version of torch, and of the platforms that it was built for (`cuda`, `hip`); None when it is not there.
+
+    Without importing it, which takes a second.
+    """
     if "torch" in sys.modules:
-        return str(sys.modules["torch"].__version__)
-    if importlib.util.find_spec("torch") is None:
-        return None
+        return _torch_says(sys.modules["torch"])
+    spec = importlib.util.find_spec("torch")
+    if spec is None:
+        return None, {}
+    builds = {}
     try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+        text = (Path(spec.origin or "").parent / "version.py").read_text(encoding="utf-8")
+        pattern = r"""^(cuda|hip)\b[^=]*= *['"]([^'"]+)['"]"""
+        builds = dict(re.findall(pattern, text, re.MULTILINE))
+        return importlib.metadata.version("torch"), builds
+    except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
         import torch
 
-        return str(torch.__version__)
+        return _torch_says(torch)
 
 
-_HOST_KEYS = ("cpu", "glibc", "machine", "system", "torch")
+def _torch_says(torch: Any) -> tuple[str, Mapping[str, str]]:
+    builds = {name: getattr(torch.version, name, None) for name in ("cuda", "hip")}
+    return str(torch.__version__), {name: str(value) for name, value in builds.items() if value}
+
+
+_HOST_KEYS = (
+    "cpu",
+    "driver",
+    "glibc",
+    "gpu",
+    "machine",
+    "rocm",
+    "system",
+    "torch",
+    "torch-cuda",
+    "torch-rocm",
+)
+_GPU_KEYS = ("arch", "count", "memory", "name")
 _CPU_KEYS = ("enabled", "level", "with", "without")
 
 
-def described_machine(path: Path, real: Machine) -> Machine:
+def described_machine(path: Path, real: Machine, environ: Mapping[str, str] | None = None) -> Machine:
     """The machine that a TOML file describes; what it leaves out is `real`'s.
 
+    Args:
+        environ: variables that hide GPUs, such as CUDA_VISIBLE_DEVICES.
+
     Raises:
-        InvalidValueError: the file cannot be read, or names a key, level, instruction set or state that is unknown.
+        InvalidValueError: the file cannot be read, or names a key, level, arch, instruction set or state that is
+            unknown.
     """
 
     def wrong(text: str) -> InvalidValueError:
@@ -264,7 +520,17 @@ def described_machine(path: Path, real: Machine) -> Machine:
             raise wrong(f"unknown key {key!r}{did_you_mean(key, _HOST_KEYS)}; known: {', '.join(_HOST_KEYS)}")
     changes: dict[str, Any] = {key: text(data, key) for key in ("system", "machine") if key in data}
     # An empty text says that there is none.
-    changes |= {key: text(data, key) or None for key in ("glibc", "torch") if key in data}
+    changes |= {key: text(data, key) or None for key in ("glibc", "rocm", "torch") if key in data}
+    if "torch" in changes:
+        changes |= _torch_builds(changes["torch"])
+    changes |= {
+        key.replace("-", "_"): text(data, key) or None for key in ("torch-cuda", "torch-rocm") if key in data
+    }
+    if "driver" in data:
+        changes |= {"driver": _described_driver(text(data, "driver"), wrong), "gpus": (), "gpu_note": ""}
+    if "gpu" in data:
+        changes.setdefault("driver", None)
+        changes |= {"gpus": visible(_described_gpus(data["gpu"], wrong), environ or {}), "gpu_note": ""}
     machine = replace(real, **changes)
     cpu = data.get("cpu", {})
     if not isinstance(cpu, dict):
@@ -292,9 +558,59 @@ def described_machine(path: Path, real: Machine) -> Machine:
     return replace(machine, flags=flags, off=off - names(cpu, "without", known))
 
 
+def _torch_builds(version: str | None) -> Mapping[str, str | None]:
+    """What the end of a version says of the platform that torch was built for: `2.12.0+cu130`."""
+    end = (version or "+cpu").partition("+")[2]
+    if match := re.fullmatch(r"cu(\d+)(\d)", end):
+        return {"torch_cuda": f"{match[1]}.{match[2]}", "torch_rocm": None}
+    if match := re.fullmatch(r"rocm([\d.]+)", end):
+        return {"torch_cuda": None, "torch_rocm": match[1]}
+    return {"torch_cuda": None, "torch_rocm": None} if end == "cpu" else {}
+
+
+def _described_driver(text: str, wrong: Callable[[str], InvalidValueError]) -> str:
+    if text and (not re.fullmatch(r"\d+\.\d+", text) or _numbers(text)[0] >= 100):
+        raise wrong(
+            f"driver: expected the CUDA version that the driver supports, such as '13.0' (nvidia-smi shows it), or "
+            f"'' for no driver; found {text!r}"
+        )
+    return text
+
+
+def _described_gpus(entries: object, wrong: Callable[[str], InvalidValueError]) -> list[Gpu]:
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise wrong(f"gpu: expected tables [[gpu]], found {entries!r}")
+    gpus: list[Gpu] = []
+    for index, entry in enumerate(entries):
+        where = f"gpu[{index}]"
+        for key in entry:
+            if key not in _GPU_KEYS:
+                known = f"{did_you_mean(key, _GPU_KEYS)}; known: {', '.join(_GPU_KEYS)}"
+                raise wrong(f"unknown key {where + '.' + key!r}{known}")
+        arch, name, count = entry.get("arch"), entry.get("name", ""), entry.get("count", 1)
+        if not isinstance(arch, str) or not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,4}", arch):
+            raise wrong(f"{where}.arch: expected a GPU's arch such as 'sm_90' or 'gfx90a', found {arch!r}")
+        if not isinstance(name, str):
+            raise wrong(f"{where}.name: expected text, found {name!r}")
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 1024:
+            raise wrong(f"{where}.count: expected a number from 1 to 1024, found {count!r}")
+        memory = re.fullmatch(r"(\d{1,6}) ?([MGT])iB", str(entry.get("memory", "0 GiB")))
+        if memory is None:
+            raise wrong(f"{where}.memory: expected a size such as '80 GiB', found {entry['memory']!r}")
+        size = int(memory[1]) << {"M": 20, "G": 30, "T": 40}[memory[2]]
+        gpus += [Gpu(arch, name, size)] * count
+    return gpus
+
+
 def describe(machine: Machine) -> str:
     """One line for a person."""
-    return (
-        f"{machine.system} {machine.machine}, glibc {machine.glibc or 'none'}, CPU {machine.level}, "
-        f"torch {machine.torch or 'none'}"
-    )
+    parts = [
+        f"{machine.system} {machine.machine}",
+        f"glibc {machine.glibc or 'none'}",
+        f"CPU {machine.level}",
+        f"torch {machine.torch or 'none'}",
+    ]
+    if machine.driver:
+        parts.append(f"NVIDIA driver for CUDA {machine.driver}")
+    parts += [f"GPU {index}: {gpu}" for index, gpu in enumerate(machine.gpus or ())]
+    return ", ".join(parts)

@@ -107,21 +107,22 @@ def test_profiles_are_documented() -> None:
     assert [name for name in profile_names(ROOT) if f"`{name}`" not in text] == []
 
 
-def test_the_described_machine_of_the_documents_is_valid(tmp_path: Path) -> None:
+def test_the_described_machines_of_the_documents_are_valid(tmp_path: Path) -> None:
     pytest.importorskip("pelton.guard", reason="pelton is not installed")
     from pelton.guard import Machine, described_machine
 
-    (block,) = [
-        block
-        for block in re.findall(
-            r"^```toml\n(.*?)^```", (ROOT / "docs" / "install.md").read_text(), re.M | re.S
-        )
-        if "[cpu]" in block
-    ]
-    path = tmp_path / "machine.toml"
-    path.write_text(block)
-    machine = described_machine(path, Machine("linux", "x86_64", "2.36", frozenset(), frozenset(), None))
-    assert machine.glibc == "2.31" and "avx512f" in machine.off and "movbe" not in machine.flags
+    text = (ROOT / "docs" / "install.md").read_text()
+    blocks = [b for b in re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S) if "machine.toml" in b]
+    real = Machine("linux", "x86_64", "2.36", frozenset(), frozenset(), None)
+    machines = []
+    for block in blocks:
+        path = tmp_path / "machine.toml"
+        path.write_text(block)
+        machines.append(described_machine(path, real))
+    server, gpus = machines
+    assert server.glibc == "2.31" and "avx512f" in server.off and "movbe" not in server.flags
+    assert [gpu.arch for gpu in gpus.gpus or ()] == ["sm_90"] * 8 + ["sm_75"]
+    assert (gpus.driver, gpus.torch_cuda, gpus.rocm) == ("13.0", "13.0", None)
 
 
 def tracked_files() -> list[Path]:
