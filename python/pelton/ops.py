@@ -1,6 +1,7 @@
 """The operators: one function each, which allocates the output and calls ``torch.ops.pelton``.
 
-Importing this module loads the kernel library. Float tensors are float32, float16 or bfloat16
+Importing this module loads the kernel library; a build for GPUs can be imported on a machine that
+it does not fit, where the first operator says why. Float tensors are float32, float16 or bfloat16
 and arithmetic is done in float32. Run-time values (positions, slots, ids, lengths) are read and
 checked when the kernel runs, also in each replay of a CPU graph. :mod:`pelton.ops_reference`
 (here ``ops.reference``) holds a plain torch implementation of each function.
@@ -42,10 +43,9 @@ __all__ = [
     "swap_blocks",
 ]
 
-_library.load()
 # Overloads are called as `.default`: a decode step runs hundreds of operators, and the packet
 # in front of them would resolve the overload each time.
-_ops = torch.ops.pelton
+_ops = _library.operators()
 
 
 @functools.cache
