@@ -164,16 +164,22 @@ void launch_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
 template <class T, int N, bool Add>
 void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
   const int64_t items = a.width / N;
-  if (items <= 8) return launch_rows<T, N, 8, 1, Add>(a, rows, stream);
-  if (items <= 16) return launch_rows<T, N, 16, 1, Add>(a, rows, stream);
-  if (items <= 32) return launch_rows<T, N, 32, 1, Add>(a, rows, stream);
-  if (items <= 64) return launch_rows<T, N, 32, 2, Add>(a, rows, stream);
-  if (items <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
-  if (items <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
-  if (items <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
-  if (items <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
-  if (items <= 2048) return launch_rows<T, N, 512, 4, Add>(a, rows, stream);
-  if (items <= 4096) return launch_rows<T, N, 1024, 4, Add>(a, rows, stream);
+  if constexpr (N == 1) {  // rare: fewer kernels to build
+    if (items <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
+    if (items <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
+    if (items <= 4096) return launch_rows<T, N, 1024, 4, Add>(a, rows, stream);
+  } else {
+    if (items <= 8) return launch_rows<T, N, 8, 1, Add>(a, rows, stream);
+    if (items <= 16) return launch_rows<T, N, 16, 1, Add>(a, rows, stream);
+    if (items <= 32) return launch_rows<T, N, 32, 1, Add>(a, rows, stream);
+    if (items <= 64) return launch_rows<T, N, 32, 2, Add>(a, rows, stream);
+    if (items <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
+    if (items <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
+    if (items <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
+    if (items <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
+    if (items <= 2048) return launch_rows<T, N, 512, 4, Add>(a, rows, stream);
+    if (items <= 4096) return launch_rows<T, N, 1024, 4, Add>(a, rows, stream);
+  }
   wide_norm_kernel<T, N, 512, Add><<<grid_size(rows), 512, 0, stream>>>(a, rows);
 }
 
