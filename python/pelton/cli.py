@@ -151,11 +151,13 @@ _SAMPLING: tuple[tuple[str, Callable[[str], Any], str], ...] = (
 )
 _ENGINE: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("tokenizer", str, "folder or GGUF file of the tokenizer, if it is not the model's"),
+    ("device", str, "auto (what this build runs on), cpu, cuda or cuda:N"),
     ("dtype", str, "auto, float32, bfloat16 or float16"),
     ("max_model_len", int, "longest prompt and answer together, in tokens"),
     ("block_size", int, "tokens in a block of the KV cache"),
     ("max_num_batched_tokens", int, "most tokens that one step computes"),
     ("kv_cache_memory", str, "memory for the KV cache, like 2GiB"),
+    ("gpu_memory_utilization", float, "part of a GPU's memory to use in all, up to 1"),
 )
 
 

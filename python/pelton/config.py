@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .device import check_device_name
 from .errors import CheckpointError, InvalidValueError, UnknownOptionError, UnsupportedError, did_you_mean
 from .memory import parse_bytes
 from .rope import RopeConfig, as_finite
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_HEAD_DIM = 256  # of the attention kernels
 _MAX_SIZE = 2**40
@@ -230,17 +232,22 @@ class EngineConfig:
         model: a Hugging Face folder or a GGUF file.
         tokenizer: folder or file of the tokenizer, if it is not the model's.
         skip_tokenizer_init: run on token ids alone, without a tokenizer.
+        device: "auto" (what the installed kernels run on), "cpu", "cuda" or a numbered GPU like "cuda:1".
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        load_format: "auto" reads the checkpoint; "dummy" fills the weights with random numbers and needs no more than
+            config.json, for measuring.
         max_model_len: longest sequence, prompt and output together; None: the checkpoint's.
         block_size: tokens a block of the KV cache holds: 8, 16, 32 or 64.
         max_num_seqs: most sequences that run at once.
         max_num_batched_tokens: most tokens that one step computes.
-        kv_cache_memory: bytes of the KV cache, or a text like "2GiB"; None: a quarter of the free memory, and no
-            more than `max_num_seqs` sequences can use.
+        kv_cache_memory: bytes of the KV cache, or a text like "2GiB"; None: on the CPU a quarter of the free memory,
+            and no more than `max_num_seqs` sequences can use; on a GPU what `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: the part of the GPU's memory, above 0 and at most 1, that weights, activations, CUDA
+            graphs, the KV cache and other processes may take together; no meaning on the CPU.
         enable_prefix_caching: keep the KV of prompts, for prompts that begin alike.
         enable_chunked_prefill: read a long prompt over several steps.
         seed: of the random numbers of requests that bring no seed of their own.
-        enforce_eager: never record CPU graphs; slower, for finding errors.
+        enforce_eager: never record CPU or CUDA graphs; slower, for finding errors.
         progress: called while weights are loaded, with the elements loaded and the elements in all.
 
     Raises:
@@ -250,12 +257,15 @@ class EngineConfig:
     model: str | Path
     tokenizer: str | Path | None = None
     skip_tokenizer_init: bool = False
+    device: str = "auto"
     dtype: str = "auto"
+    load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     seed: int = 0
@@ -280,11 +290,23 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValueError(f"{name} must be True or False, found {getattr(self, name)!r}")
+        object.__setattr__(self, "device", check_device_name(self.device))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if self.dtype not in ("auto", *DTYPES):
             allowed = ", ".join(("auto", *DTYPES))
             raise InvalidValueError(
                 f"dtype {self.dtype!r} is none of {allowed}{did_you_mean(self.dtype, DTYPES)}"
+            )
+        if self.load_format not in LOAD_FORMATS:
+            hint = did_you_mean(str(self.load_format), LOAD_FORMATS)
+            raise InvalidValueError(
+                f"load_format {self.load_format!r} is none of {', '.join(LOAD_FORMATS)}{hint}"
+            )
+        utilization = as_finite(self.gpu_memory_utilization)
+        if utilization is None or not 0 < utilization <= 1:
+            raise InvalidValueError(
+                "gpu_memory_utilization must be a number above 0 and at most 1, found "
+                f"{self.gpu_memory_utilization!r}"
             )
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)

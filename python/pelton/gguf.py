@@ -360,12 +360,14 @@ class GgufTensor:
     _raw: _RawTensor
     _path: Path
 
-    def load(self, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def load(
+        self, dtype: torch.dtype | None = None, out: torch.Tensor | None = None, first_row: int = 0
+    ) -> torch.Tensor:
         """Decode into a new tensor of `dtype` (default: fp32, or the file's own for F16 and BF16) or into
         `out`.
 
-        `out` must have this shape; any dtype and strides will do. Only a block of rows is held in fp32 at a
-        time.
+        `out` must have this shape, or fewer rows: those from `first_row` on; any dtype and strides will do. Only a
+        block of rows is held in fp32 at a time.
 
         Raises:
             GgufError: the type can be recognized but not decoded.
@@ -375,13 +377,15 @@ class GgufTensor:
         if out is None:
             own = {"F16": torch.float16, "BF16": torch.bfloat16}.get(self.type.name, torch.float32)
             out = torch.empty(self.shape, dtype=dtype or own)
-        elif tuple(out.shape) != self.shape:
-            raise ValueError(f"{self.gguf_name}: out has shape {tuple(out.shape)}, the tensor {self.shape}")
+        elif tuple(out.shape[1:]) != self.shape[1:] or first_row + out.shape[0] > self.shape[0]:
+            raise ValueError(
+                f"{self.gguf_name}: out has shape {tuple(out.shape)}, the tensor {self.shape} from row {first_row} on"
+            )
         with _one_thread():
-            self._load(out)
+            self._load(out, first_row)
         return out
 
-    def _load(self, out: torch.Tensor) -> None:
+    def _load(self, out: torch.Tensor, first_row: int) -> None:
         import torch
 
         cols = self.shape[-1]
@@ -392,12 +396,12 @@ class GgufTensor:
             out.copy_(self._decode(raw)[0][_half_order(cols, self.permuted_heads)])
             return
         order = _half_order(num_rows, self.permuted_heads) if self.permuted_heads else None
-        flat = out.view(num_rows, cols)
+        flat = out.view(-1, cols)
         step = max(1, CHUNK_ELEMENTS // cols)
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            block = raw[start:stop] if order is None else raw[order[start:stop]]
-            target = flat[start:stop]
+        for start in range(0, flat.shape[0], step):
+            target = flat[start : start + step]
+            rows = slice(first_row + start, first_row + start + target.shape[0])
+            block = raw[rows] if order is None else raw[order[rows]]
             if self.type.name in _DECODERS and target.dtype == torch.float32 and target.is_contiguous():
                 _decode_blocks(self.type, block, target)
             else:

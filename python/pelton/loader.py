@@ -3,7 +3,8 @@
 A folder's weights are found in this order: 1. the shards that `model.safetensors.index.json` names,
 2. `model.safetensors`, 3. every `*.safetensors` but Mistral's `consolidated*`. Pickled weights are refused, because
 unpickling runs whatever code the file holds. The safetensors header is read here and the data with plain reads, not
-memory-mapped: a damaged file is an error that names it, and the file's pages do not stay beside the packed weights.
+memory-mapped: a damaged file is an error that names it, and the file's pages do not stay beside the packed weights. On the
+way to a GPU a tensor passes through two pinned buffers, so that one is sent while the other is read.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -15,6 +16,7 @@ import logging
 import math
 import re
 import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointTensor",
     "check_num_layers",
+    "dummy_checkpoint",
     "load_weights",
     "open_checkpoint",
     "read_safetensors_header",
@@ -49,6 +52,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _MAX_HEADER = 100_000_000  # the format's own limit
 _CHUNK = 8 << 20
+_PINNED_BYTES = 32 << 20  # of each of the two buffers; a longer row gets longer ones
 #: tensors of old checkpoints that hold no weights: the rotation's frequencies
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -62,8 +66,8 @@ class CheckpointTensor(Protocol):
     def name(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def load(self, *, out: Tensor) -> Any:
-        """Read into `out` (this shape, any float dtype)."""
+    def load(self, *, out: Tensor, first_row: int = 0) -> Any:
+        """Read as many rows as `out` has, from `first_row` on (any float dtype)."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,14 @@ class SafetensorsTensor:
             )
         return _DTYPES[self.dtype_name]
 
-    def load(self, *, out: Tensor) -> None:
-        """Read into `out`, converted to its dtype; straight into its memory when that is the file's dtype."""
-        with self._open() as file:
+    def load(self, *, out: Tensor, first_row: int = 0) -> None:
+        """Read the rows into `out`, converted to its dtype; straight into its memory when that is the file's dtype."""
+        with self._open(first_row * math.prod(self.shape[1:]) * self.dtype.itemsize) as file:
             if out.dtype == self.dtype and out.is_contiguous():
                 self._fill(file, out.view(-1).view(torch.uint8).numpy())
                 return
-            source = torch.empty(min(_CHUNK, self.num_bytes) // self.dtype.itemsize, dtype=self.dtype)
             target = out.view(-1)
+            source = torch.empty(min(_CHUNK // self.dtype.itemsize, target.numel()), dtype=self.dtype)
             for first in range(0, target.numel(), max(1, source.numel())):
                 part = source[: target.numel() - first]
                 self._fill(file, part.view(torch.uint8).numpy())
@@ -109,9 +113,9 @@ class SafetensorsTensor:
                     return False
         return True
 
-    def _open(self) -> BinaryIO:
+    def _open(self, start: int = 0) -> BinaryIO:
         file = self.path.open("rb", buffering=0)
-        file.seek(self.offset)
+        file.seek(self.offset + start)
         return file
 
     def _fill(self, file: BinaryIO, buffer: Any) -> None:
@@ -121,6 +125,21 @@ class SafetensorsTensor:
             if not count:
                 raise CheckpointError(f"{self.path}: cut short in {self.name!r}; download the file again")
             view = view[count:]
+
+
+@dataclass(frozen=True)
+class DummyTensor:
+    """A tensor that no file has: random numbers like those of a fresh model, ones where it is a vector."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def load(self, *, out: Tensor, first_row: int = 0) -> None:
+        if len(self.shape) == 1:
+            out.fill_(1.0)
+            return
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self.name} {first_row}".encode()))
+        out.normal_(0.0, 0.02, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,13 @@ class Checkpoint:
             counts[str(dtype).removeprefix("torch.")] += math.prod(tensor.shape)
         most = counts.most_common(1)[0][0] if counts else "float32"
         return "float32" if most == "float64" else most
+
+
+def dummy_checkpoint(model: str | Path, weights: Mapping[str, Weight]) -> Checkpoint:
+    """A checkpoint for these places that holds random numbers; no file but config.json is needed."""
+    return Checkpoint(
+        Path(model), {name: DummyTensor(name, weight.shape) for name, weight in weights.items()}
+    )
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
@@ -287,11 +313,13 @@ def load_weights(
     *,
     tied: bool = False,
     progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Read every tensor of the checkpoint into its place, one after the other.
 
     `weights` are the model's, by Hugging Face name. Names, shapes and types are checked first, before memory is
     taken. `tied` says that lm_head may be missing: `weights` then has no place for it unless the checkpoint has it.
+    `device` is where the places are, if not on the CPU.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or of another shape than the config says.
@@ -304,11 +332,61 @@ def load_weights(
     done = 0
     if progress:
         progress(0, total)
+    uploader = None if device is None or device.type == "cpu" else _Uploader(device)
     for name, source in sources.items():
-        weights[name].load(source)
+        through = (
+            source if uploader is None or isinstance(source, DummyTensor) else _Uploaded(source, uploader)
+        )
+        weights[name].load(through)
         done += math.prod(source.shape)
         if progress:
             progress(done, total)
+
+
+class _Uploader:
+    """Two pinned buffers: while one is on its way to the device, the other is filled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)]
+        self._next = 0
+
+    def send(self, source: CheckpointTensor, out: Tensor, first_row: int) -> None:
+        row_bytes = max(1, math.prod(out.shape[1:]) * out.itemsize)
+        rows = max(1, _PINNED_BYTES // row_bytes)
+        for first in range(0, out.shape[0], rows):
+            target = out[first : first + rows]
+            index, self._next = self._next, 1 - self._next
+            self._sent[index].synchronize()
+            if self._buffers[index].numel() < target.numel() * target.itemsize:
+                size = max(_PINNED_BYTES, row_bytes)
+                self._buffers[index] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            piece = (
+                self._buffers[index][: target.numel() * target.itemsize].view(out.dtype).view(target.shape)
+            )
+            source.load(out=piece, first_row=first_row + first)
+            target.copy_(piece, non_blocking=True)
+            self._sent[index].record(torch.cuda.current_stream(self._device))
+
+
+@dataclass(frozen=True)
+class _Uploaded:
+    """A tensor of a checkpoint whose `load` fills memory of a GPU."""
+
+    source: CheckpointTensor
+    uploader: _Uploader
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def load(self, *, out: Tensor, first_row: int = 0) -> None:
+        self.uploader.send(self.source, out, first_row)
 
 
 def _checked(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> Iterator[tuple[str, CheckpointTensor]]:

@@ -1,4 +1,4 @@
-"""Bytes: reading and writing sizes, the memory of this machine, and how much of it the KV cache gets."""
+"""Bytes: reading and writing sizes, the memory of this machine and its GPUs, and how much of it the KV cache gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from pathlib import Path
 
 from .errors import CapacityError, InvalidValueError
 
-__all__ = ["KvCachePlan", "available_memory", "format_bytes", "parse_bytes", "plan_kv_cache"]
+__all__ = [
+    "GpuMemory",
+    "KvCachePlan",
+    "available_memory",
+    "format_bytes",
+    "parse_bytes",
+    "plan_gpu_kv_cache",
+    "plan_kv_cache",
+]
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -20,6 +28,9 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DEFAULT_SHARE = 0.25
 #: share of the free memory that it takes at most, so that one sequence of max_model_len fits
 HIGHEST_SHARE = 0.8
+#: on a GPU, blocks beyond what `max_num_seqs` sequences use serve the prefix cache; more than this would only cost
+#: bookkeeping
+MOST_SPARE_BLOCKS = 1 << 16
 
 
 def parse_bytes(value: float | str, name: str) -> int:
@@ -139,4 +150,102 @@ def plan_kv_cache(
             f"KV budget too small for one sequence: max_model_len={max_model_len} needs {needed} bytes "
             f"({format_bytes(needed)}), {found} {shorter}"
         )
+    return KvCachePlan(num_blocks, bytes_per_block, reason)
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Who takes how many bytes of a GPU, measured or (before anything is loaded) computed.
+
+    `others` are other processes and what the driver and torch take for themselves.
+    """
+
+    device: str
+    total: int
+    utilization: float
+    others: int
+    weights: int
+    activations: int = 0
+    graphs: int = 0
+
+    @property
+    def limit(self) -> int:
+        """What `gpu_memory_utilization` allows in all."""
+        return int(self.total * self.utilization)
+
+    @property
+    def used(self) -> int:
+        return self.others + self.weights + self.activations + self.graphs
+
+    @property
+    def left(self) -> int:
+        """What the KV cache may take."""
+        return self.limit - self.used
+
+    def describe(self, kv_cache: int) -> str:
+        """The sum, term by term, for messages."""
+        terms = [("weights", self.weights), ("KV cache", kv_cache)]
+        terms += [("activations", self.activations), ("CUDA graphs", self.graphs)]
+        terms.append(("other processes and the CUDA context", self.others))
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms if size)
+        return (
+            f"{parts}: {format_bytes(self.used + kv_cache)} together; {self.device} has {format_bytes(self.total)}, of "
+            f"which gpu_memory_utilization={self.utilization:g} allows {format_bytes(self.limit)}"
+        )
+
+
+def plan_gpu_kv_cache(
+    memory: GpuMemory,
+    *,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_memory: int | None,
+    reserve: int = 0,
+) -> KvCachePlan:
+    """Decide the number of KV blocks on a GPU.
+
+    1. `kv_cache_memory` is taken as it is, if the GPU has it. 2. Else everything that `memory.left` says, less
+    `reserve` (what allocating in pieces loses), and no more than `max_num_seqs` sequences of `max_model_len` and a
+    good prefix cache can use.
+
+    Raises:
+        CapacityError: one sequence of `max_model_len` does not fit; the message has the sum and what to lower.
+    """
+    blocks_per_sequence = -(-max_model_len // block_size)
+    needed = (blocks_per_sequence + 1) * bytes_per_block
+    if kv_cache_memory is not None:
+        budget, reason = kv_cache_memory, "kv_cache_memory"
+        if kv_cache_memory > memory.total - memory.used:
+            raise CapacityError(
+                f"out of GPU memory: {memory.describe(kv_cache_memory)}. Lower kv_cache_memory to "
+                f"{format_bytes(max(0, memory.total - memory.used))} or less"
+            )
+    else:
+        budget, reason = max(0, memory.left - reserve), f"gpu_memory_utilization={memory.utilization:g}"
+    num_blocks = budget // bytes_per_block
+    if num_blocks <= blocks_per_sequence:
+        fits = max(0, num_blocks - 1) * block_size
+        advice = f"lower max_model_len to {fits} or less" if fits else "lower max_model_len"
+        if kv_cache_memory is not None:
+            raise CapacityError(
+                f"KV budget too small for one sequence: max_model_len={max_model_len} needs {needed} bytes "
+                f"({format_bytes(needed)}), kv_cache_memory is {budget} bytes ({format_bytes(budget)}): give at least "
+                f"{needed}, or {advice}"
+            )
+        if memory.activations:
+            advice += ", lower max_num_batched_tokens or max_num_seqs (activations)"
+        if memory.graphs:
+            advice += ", set enforce_eager=True (no CUDA graphs)"
+        if memory.utilization < 0.95:
+            advice += ", raise gpu_memory_utilization"
+        raise CapacityError(
+            f"out of GPU memory: max_model_len={max_model_len} needs a KV cache of {needed} bytes "
+            f"({format_bytes(needed)}) for one sequence. {memory.describe(needed)}. What helps: {advice}, or use a "
+            "smaller model or dtype, or a GPU with more memory"
+        )
+    most = max(max_num_seqs * blocks_per_sequence, MOST_SPARE_BLOCKS, blocks_per_sequence) + 1
+    if kv_cache_memory is None and num_blocks > most:
+        num_blocks, reason = most, f"{max_num_seqs} sequences of {max_model_len} tokens"
     return KvCachePlan(num_blocks, bytes_per_block, reason)

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from pelton import ops
 from pelton.config import EngineConfig, load_model_config
 from pelton.runner import Runner
 from pelton.scheduler import ScheduledRequest, StepPlan
 
 DATA = Path(__file__).parent.parent / "data"
+#: where the installed kernels run
+DEVICE = torch.device("cuda:0" if ops.backend() in ("cuda", "rocm") else "cpu")
+ON_GPU = DEVICE.type != "cpu"
 
 
 @dataclass

@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_driver import DATA, Driver, copy_model
+from model_driver import DATA, DEVICE, Driver, copy_model
 from pelton.config import EngineConfig, load_model_config
 from pelton.errors import CapacityError, CheckpointError, PeltonError, UnsupportedError
-from pelton.layers import Linear, Weight
+from pelton.layers import Linear, Place, Weight
 from pelton.loader import load_weights, open_checkpoint, read_safetensors_header
 from pelton.runner import Runner
 
@@ -109,22 +109,22 @@ def test_fused_weights_are_packed_in_any_order_and_the_plain_copy_goes() -> None
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor, self.shape = tensor, tuple(tensor.shape)
 
-        def load(self, *, out: torch.Tensor) -> None:
+        def load(self, *, out: torch.Tensor, first_row: int = 0) -> None:
             out.copy_(self.tensor)
 
-    linear = Linear(8, {"q": 5, "k": 3, "v": 4}, torch.float32, bias=True)
+    linear = Linear(8, {"q": 5, "k": 3, "v": 4}, Place(torch.float32, DEVICE), bias=True)
     places = linear.weights()
     assert {name: place.shape for name, place in places.items() if "weight" in name} == {
         "q.weight": (5, 8),
         "k.weight": (3, 8),
         "v.weight": (4, 8),
     }
-    tensors = {name: torch.randn(place.shape) for name, place in places.items()}
+    tensors = {name: torch.randn(place.shape, device=DEVICE) for name, place in places.items()}
     for name in ("v.weight", "q.bias", "k.weight", "v.bias", "k.bias", "q.weight"):
         places[name].load(Source(tensors[name]))
-    x = torch.randn(6, 8)
+    x = torch.randn(6, 8, device=DEVICE)
     expected = torch.cat([x @ tensors[f"{p}.weight"].T + tensors[f"{p}.bias"] for p in "qkv"], dim=1)
-    torch.testing.assert_close(linear(x, torch.empty(6, 12)), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(linear(x, torch.empty(6, 12, device=DEVICE)), expected, atol=1e-5, rtol=1e-5)
     assert linear._plain is None
 
 

@@ -15,7 +15,7 @@ from pelton import ops, runner
 from pelton.config import EngineConfig, load_model_config
 from pelton.cpu_graph import CpuGraph
 from pelton.errors import CapacityError, InvalidValueError
-from pelton.layers import Workspace
+from pelton.layers import Place, Workspace
 from pelton.runner import Runner, graph_batch_sizes
 from pelton.scheduler import StepPlan
 
@@ -104,7 +104,7 @@ def test_padded_rows_touch_nothing() -> None:
         value_cache[0] += 2.0
     before = [(k.clone(), v.clone()) for k, v in it.runner.kv_caches]
     logits = it.step(*((s, 1, 1) for s in sequences))  # nine rows of twelve
-    assert it.runner._inputs.slots[9:12].tolist() == [-1] * 3
+    assert it.runner._decode_inputs.slots[9:12].tolist() == [-1] * 3
     assert tuple(logits.shape) == (9, 96) and logits.isfinite().all()
     for (key, value), (old_key, old_value) in zip(it.runner.kv_caches, before, strict=True):
         for sequence in sequences:
@@ -158,21 +158,21 @@ def test_block_copies_come_before_the_step() -> None:
 
 @given(st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=30))
 def test_block_tables_follow_the_lists(tables: list[list[int]]) -> None:
-    inputs = runner._Inputs(4, 2, 8)
+    block_tables = runner._BlockTables(2, 8, torch.device("cpu"))
     for number, table in enumerate(tables):
-        inputs.set_blocks(number % 2, table)
-        assert inputs.block_tables[number % 2, : len(table)].tolist() == table
+        block_tables.set(number % 2, table)
+        assert block_tables.tensor[number % 2, : len(table)].tolist() == table
 
 
 def test_block_list_changed_in_place_is_seen() -> None:
-    inputs = runner._Inputs(4, 1, 8)
+    tables = runner._BlockTables(1, 8, torch.device("cpu"))
     blocks = [3, 4, 5]
-    inputs.set_blocks(0, blocks)
+    tables.set(0, blocks)
     blocks[1] = 9  # a shared block was copied for this sequence
-    inputs.set_blocks(0, blocks)
+    tables.set(0, blocks)
     blocks.append(2)
-    inputs.set_blocks(0, blocks)
-    assert inputs.block_tables[0, :4].tolist() == [3, 9, 5, 2]
+    tables.set(0, blocks)
+    assert tables.tensor[0, :4].tolist() == [3, 9, 5, 2]
 
 
 @given(st.integers(1, 400))
@@ -221,7 +221,7 @@ def test_an_error_ends_the_recording() -> None:
 
 
 def test_workspace_keeps_its_memory() -> None:
-    workspace = Workspace(8, torch.float32)
+    workspace = Workspace(8, Place(torch.float32, DEVICE))
     first = workspace.rows("a", 8, 4)
     second = workspace.rows("a", 3, 4)
     assert first.data_ptr() == second.data_ptr() == workspace.rows("a", 8, 4).data_ptr()

@@ -11,7 +11,7 @@ from .linear import Linear
 from .mlp import GatedMLP
 from .norm import HeadNorm, RMSNorm
 from .step import Step, Workspace
-from .weight import Layer, Weight, weights_of
+from .weight import Layer, Place, Weight, weights_of
 
 __all__ = [
     "Attention",
@@ -20,6 +20,7 @@ __all__ = [
     "HeadNorm",
     "Layer",
     "Linear",
+    "Place",
     "RMSNorm",
     "Step",
     "Weight",

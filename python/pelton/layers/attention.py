@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -10,7 +9,7 @@ from ..config import ModelConfig
 from .linear import Linear
 from .norm import HeadNorm
 from .step import Step
-from .weight import Layer, Weight, weights_of
+from .weight import Layer, Place, Weight, weights_of
 
 __all__ = ["Attention"]
 
@@ -21,7 +20,7 @@ class Attention:
     Sources: Vaswani et al., 2017; Ainslie et al., "GQA", 2023; Kwon et al., "PagedAttention", 2023.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, rope: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, name: str, rope: Tensor, place: Place) -> None:
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_dim = (
             config.num_heads,
@@ -35,16 +34,16 @@ class Attention:
         self.qkv_proj = Linear(
             config.hidden_size,
             {f"{name}.q_proj": query_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size},
-            dtype,
+            place,
             bias=config.attention_bias,
         )
         self.o_proj = Linear(
-            query_size, {f"{name}.o_proj": config.hidden_size}, dtype, bias=config.attention_output_bias
+            query_size, {f"{name}.o_proj": config.hidden_size}, place, bias=config.attention_output_bias
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = HeadNorm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps, dtype)
-            self.k_norm = HeadNorm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps, dtype)
+            self.q_norm = HeadNorm(f"{name}.q_norm", self.head_dim, config.rms_norm_eps, place)
+            self.k_norm = HeadNorm(f"{name}.k_norm", self.head_dim, config.rms_norm_eps, place)
 
     def weights(self) -> dict[str, Weight]:
         norms: list[Layer] = [norm for norm in (self.q_norm, self.k_norm) if norm]

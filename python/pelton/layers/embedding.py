@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .. import ops
-from .weight import Weight
+from .weight import Place, Weight
 
 if TYPE_CHECKING:
     from ..loader import CheckpointTensor
@@ -19,17 +18,17 @@ __all__ = ["Embedding"]
 class Embedding:
     """Rows of a table [vocab_size, hidden_size]."""
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, place: Place) -> None:
         self.name = name
         self.shape = (vocab_size, hidden_size)
-        self.dtype = dtype
+        self.place = place
         self.weight: Tensor  # set when the weights are loaded
 
     def weights(self) -> dict[str, Weight]:
         return {f"{self.name}.weight": Weight(self.shape, self._load)}
 
     def _load(self, source: CheckpointTensor) -> None:
-        self.weight = torch.empty(self.shape, dtype=self.dtype)
+        self.weight = self.place.empty(*self.shape)
         source.load(out=self.weight)
 
     def __call__(self, ids: Tensor, out: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import ops
 from ..config import ModelConfig
 from .linear import Linear
 from .step import Step
-from .weight import Weight
+from .weight import Place, Weight
 
 __all__ = ["GatedMLP"]
 
@@ -23,17 +22,17 @@ _ACTIVATIONS = {
 class GatedMLP:
     """``down(act(gate(x)) * up(x))`` (Shazeer, "GLU Variants Improve Transformer", 2020)."""
 
-    def __init__(self, config: ModelConfig, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, name: str, place: Place) -> None:
         self.size = config.intermediate_size
         self.activation = _ACTIVATIONS[config.hidden_act]
         self.gate_up_proj = Linear(
             config.hidden_size,
             {f"{name}.gate_proj": self.size, f"{name}.up_proj": self.size},
-            dtype,
+            place,
             bias=config.mlp_bias,
         )
         self.down_proj = Linear(
-            self.size, {f"{name}.down_proj": config.hidden_size}, dtype, bias=config.mlp_bias
+            self.size, {f"{name}.down_proj": config.hidden_size}, place, bias=config.mlp_bias
         )
 
     def weights(self) -> dict[str, Weight]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .. import ops
-from .weight import Weight
+from .weight import Place, Weight
 
 if TYPE_CHECKING:
     from ..loader import CheckpointTensor
@@ -19,18 +18,18 @@ __all__ = ["HeadNorm", "RMSNorm"]
 class RMSNorm:
     """``x / rms(x) * weight`` (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, name: str, size: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, size: int, eps: float, place: Place) -> None:
         self.name = name
         self.size = size
         self.eps = eps
-        self.dtype = dtype
+        self.place = place
         self.weight: Tensor  # [size], set when the weights are loaded
 
     def weights(self) -> dict[str, Weight]:
         return {f"{self.name}.weight": Weight((self.size,), self._load)}
 
     def _load(self, source: CheckpointTensor) -> None:
-        self.weight = torch.empty(self.size, dtype=self.dtype)
+        self.weight = self.place.empty(self.size)
         source.load(out=self.weight)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:

@@ -9,20 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .weight import Place
+
 __all__ = ["Step", "Workspace"]
 
 
 class Workspace:
     """Named buffers that all layers share, as each name is free again when the layer is done.
 
-    A buffer has room for `max_rows` rows from the start (untouched memory costs nothing), so that its address never
-    changes and a recorded graph may be replayed.
+    A buffer has room for `max_rows` rows from the start (on the CPU untouched memory costs nothing), so that its
+    address never changes and a recorded graph may be replayed.
     """
 
-    def __init__(self, max_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, max_rows: int, place: Place) -> None:
         self.max_rows = max_rows
-        self.dtype = dtype
+        self.place = place
         self._buffers: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
         self._rows = 0
 
@@ -35,19 +38,25 @@ class Workspace:
         if view is None:
             buffer = self._buffers.get(name)
             if buffer is None:
-                buffer = self._buffers[name] = torch.empty((self.max_rows, *shape), dtype=self.dtype)
+                buffer = self._buffers[name] = self._make(self.max_rows, *shape, dtype=self.place.dtype)
             view = self._views[name] = buffer[:rows]
         return view
 
     def flat(self, name: str, size: int) -> Tensor:
         """A float32 buffer of at least `size` elements, for an operator's partial results.
 
-        Growing it gives the name new memory; graphs keep what they recorded with.
+        Growing it gives the name new memory; the old stays, for graphs that recorded with it.
         """
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32)
+            if buffer is not None:
+                self._outgrown.append(buffer)
+            buffer = self._buffers[name] = self._make(size, dtype=torch.float32)
         return buffer
+
+    def _make(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # a tensor of that mode could not be written to outside of it
+            return self.place.empty(*shape, dtype=dtype)
 
     def num_bytes(self) -> int:
         """Bytes of all buffers made so far."""
@@ -60,7 +69,8 @@ class Step:
 
     `ids`, `positions`, `slot_mapping` int64 [T] (slot -1: a padded row), `query_start_loc` int32 [S + 1], `seq_lens`
     int32 [S] (0: a padded row), `block_tables` int32 [S, max_blocks]. `logits_rows` int64: the rows of which logits
-    are wanted, None for all. `kv_caches`: key and value cache of each layer.
+    are wanted, None for all. `kv_caches`: key and value cache of each layer. `logits` [rows, vocab_size]: memory for
+    as many rows of logits as most steps have.
     """
 
     ids: Tensor
@@ -72,6 +82,13 @@ class Step:
     logits_rows: Tensor | None
     kv_caches: Sequence[tuple[Tensor, Tensor]]
     workspace: Workspace
+    logits: Tensor
+
+    def logits_buffer(self, rows: int, vocab_size: int) -> Tensor:
+        """Memory for `rows` rows of logits."""
+        if rows <= self.logits.shape[0]:
+            return self.logits[:rows]
+        return self.logits.new_empty((rows, vocab_size))
 
     def buffer(self, name: str, *shape: int) -> Tensor:
         """The workspace's buffer `name` with one row a token."""

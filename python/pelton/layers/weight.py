@@ -6,10 +6,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from ..loader import CheckpointTensor
 
-__all__ = ["Layer", "Weight", "weights_of"]
+__all__ = ["Layer", "Place", "Weight", "weights_of"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a model's tensors are made of, and where they lie."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory that is not filled."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..config import ModelConfig
 from ..errors import UnsupportedError
+from ..layers import Place
 from .llama import CausalLM
 
 __all__ = ["MODELS", "CausalLM", "build_model"]
@@ -18,10 +17,10 @@ MODELS = {
 }
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, max_model_len: int, *, tied: bool) -> CausalLM:
+def build_model(config: ModelConfig, place: Place, max_model_len: int, *, tied: bool) -> CausalLM:
     """The model of `config`, without weights."""
     if config.architecture not in MODELS:
         raise UnsupportedError(
             f"architecture {config.architecture!r} is not supported; Pelton has {', '.join(MODELS)}"
         )
-    return MODELS[config.architecture](config, dtype, max_model_len, tied=tied)
+    return MODELS[config.architecture](config, place, max_model_len, tied=tied)

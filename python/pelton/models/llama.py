@@ -12,11 +12,21 @@ Sources: Touvron et al., "Llama 2", 2023; Dubey et al., "The Llama 3 Herd of Mod
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..layers import Attention, Embedding, GatedMLP, Layer, Linear, RMSNorm, Step, Weight, weights_of
+from ..layers import (
+    Attention,
+    Embedding,
+    GatedMLP,
+    Layer,
+    Linear,
+    Place,
+    RMSNorm,
+    Step,
+    Weight,
+    weights_of,
+)
 from ..loader import CheckpointTensor
 from ..rope import cos_sin_table
 
@@ -26,13 +36,13 @@ __all__ = ["CausalLM", "DecoderLayer"]
 class DecoderLayer:
     """Attention and feed-forward block, each before its residual connection."""
 
-    def __init__(self, config: ModelConfig, layer: int, rope: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, rope: Tensor, place: Place) -> None:
         name = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, dtype)
-        self.attention = Attention(config, layer, f"{name}.self_attn", rope, dtype)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, dtype)
-        self.mlp = GatedMLP(config, f"{name}.mlp", dtype)
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place)
+        self.attention = Attention(config, layer, f"{name}.self_attn", rope, place)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place)
+        self.mlp = GatedMLP(config, f"{name}.mlp", place)
 
     def weights(self) -> dict[str, Weight]:
         return weights_of([self.attention_norm, self.attention, self.mlp_norm, self.mlp])
@@ -45,14 +55,14 @@ class CausalLM:
     weights are loaded, but for the rotation's table.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, max_model_len: int, *, tied: bool) -> None:
-        rope = cos_sin_table(config.rope, max_model_len)
+    def __init__(self, config: ModelConfig, place: Place, max_model_len: int, *, tied: bool) -> None:
+        rope = cos_sin_table(config.rope, max_model_len).to(place.device)
         self.config = config
         self.tied = tied
-        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, dtype)
-        self.layers = [DecoderLayer(config, layer, rope, dtype) for layer in range(config.num_layers)]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
-        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, dtype)
+        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, config.hidden_size, place)
+        self.layers = [DecoderLayer(config, layer, rope, place) for layer in range(config.num_layers)]
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, place)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, place)
 
     def weights(self) -> dict[str, Weight]:
         """Where each tensor of a checkpoint goes, by Hugging Face name."""
@@ -63,7 +73,7 @@ class CausalLM:
 
             def load_both(source: CheckpointTensor) -> None:
                 embedding.load(source)
-                self.lm_head.pack(self.embed_tokens.weight)
+                self.lm_head.take(self.embed_tokens.weight)
 
             places["model.embed_tokens.weight"] = Weight(embedding.shape, load_both)
         return places
@@ -82,5 +92,4 @@ class CausalLM:
         if step.logits_rows is not None:
             x, residual = x[step.logits_rows], residual[step.logits_rows]
         x = self.norm.add(x, residual)
-        logits = x.new_empty((x.shape[0], self.config.vocab_size))
-        return self.lm_head(x, logits)
+        return self.lm_head(x, step.logits_buffer(x.shape[0], self.config.vocab_size))
