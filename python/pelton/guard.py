@@ -252,8 +252,13 @@ def _card_mismatch(
     wanted = f"an {maker} GPU that runs {_either(archs)}"
     gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
     if not gpus:
-        why = f" ({machine.gpu_note})" if machine.gpu_note else _hidden(os.environ, rocm)
-        return f"no {maker} GPU{why}", wanted, ""
+        if machine.gpu_note:
+            return f"no {maker} GPU ({machine.gpu_note})", wanted, ""
+        variable = next((name for name in _HIDING[rocm] if name in os.environ), "")
+        if variable:
+            found = f"no {maker} GPU is visible ({variable}={os.environ[variable]})"
+            return found, wanted, f"unset {variable}, or let it name a GPU"
+        return f"no {maker} GPU", wanted, ""
     if number is None:
         number = next((i for i, gpu in enumerate(gpus) if fit(archs, gpu) is not None), 0)
     if number >= len(gpus):
@@ -300,11 +305,8 @@ def _hiding(info: Mapping[str, Any], machine: Machine, environ: Mapping[str, str
     return f"{variable}={','.join(good)} hides the others"
 
 
-def _hidden(environ: Mapping[str, str], rocm: bool) -> str:
-    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if rocm else ("CUDA_VISIBLE_DEVICES",):
-        if variable in environ:
-            return f" is visible ({variable}={environ[variable]})"
-    return ""
+# Variables that hide GPUs, without and with ROCm.
+_HIDING = (("CUDA_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
 
 
 def _driver(least: str) -> str:
