@@ -6,6 +6,10 @@
 
 #include "gpu.h"
 
+#ifdef PELTON_EMULATION
+#include "../emulation/buffers.h"
+#endif
+
 namespace pelton {
 namespace {
 
@@ -28,6 +32,18 @@ std::string backend() {
 #endif
 }
 
+#ifdef PELTON_EMULATION
+// What an operator checks is what its kernels may touch.
+void allow_buffers(const char* op, std::initializer_list<NamedTensor> tensors) {
+  for (const NamedTensor& t : tensors) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.tensor.dim(); ++d) last += (t.tensor.size(d) - 1) * t.tensor.stride(d);
+    const int64_t bytes = t.tensor.numel() == 0 ? 0 : (last + 1) * int64_t(t.tensor.element_size());
+    emulation::allow_buffer(op, t.name, t.tensor.const_data_ptr(), size_t(bytes));
+  }
+}
+#endif
+
 }  // namespace
 
 void check_device(const char* op, std::initializer_list<NamedTensor> tensors) {
@@ -37,6 +53,9 @@ void check_device(const char* op, std::initializer_list<NamedTensor> tensors) {
                device_text(first.tensor), ", but this build of pelton has kernels for ",
                on_gpu ? "GPU" : "CPU", " tensors only");
   const int32_t index = on_gpu ? first.tensor.get_device_index() : 0;
+#ifdef PELTON_EMULATION
+  allow_buffers(op, tensors);
+#endif
   for (const NamedTensor& t : tensors) {
     const bool same = on_gpu ? t.tensor.is_cuda() && t.tensor.get_device_index() == index : t.tensor.is_cpu();
     PELTON_CHECK(same, op, ": ", t.name, " must be on the device of ", first.name, ", ",
@@ -109,6 +128,7 @@ void* current_stream(const char*, int32_t) { return nullptr; }
 
 void launch_on(const char* op, const Tensor&, int (*call)(const void*, void*), const void* launcher) {
   const int error = call(launcher, nullptr);
+  emulation::forget_buffers();
   PELTON_CHECK(error == 0, op, ": ", gpu::error_text(error));
 }
 #endif

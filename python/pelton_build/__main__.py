@@ -21,6 +21,8 @@ COMMANDS = {
     "presets": ("presets", "write CMake presets, one for each profile"),
     "cmake": ("cmake", "write the plan as a CMake file"),
     "glibc": ("glibc", "make the stubs to link for an older glibc with"),
+    "hipify": ("hipify", "make a HIP source of a CUDA source"),
+    "emulation": ("emulation", "write the plan of the emulated library as a CMake file"),
     "repair": ("repair", "check that auditwheel has nothing to repair in wheels"),
     "audit": ("audit", "check finished wheels against their plans"),
     "index": ("index", "make the static package index from wheels"),

@@ -1,0 +1,3 @@
+// The name that hipified files include.
+#pragma once
+#include "../emulation.h"
