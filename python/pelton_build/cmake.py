@@ -8,7 +8,8 @@ Written into the build folder, each whole or not at all:
 
 - `pelton_plan.cmake`: assignments of `PELTON_PLAN_*`, see `variables`;
 - `pelton_plan.json`: the plan itself;
-- `pelton/_build_info.json` and `pelton/_built.py`, which are installed into the package.
+- `pelton/_build_info.json` and `pelton/_built.py`, which are installed into the package;
+- for a wheel `pelton.cdx.json`, its bill of materials.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import importlib.util
 import json
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import sbom
 from .errors import BuildError, PlanError
 from .glibc import needs_stubs
 from .plan import Plan, PlannedSource, Setting, render
@@ -199,7 +202,7 @@ def variables(
     GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _NAMES, _ARCHS, _FLAGS, _DEFINITIONS: sources that are
         compiled alike, with their names in the plan; the archs as CMake names them, for GPU languages.
     HOSTS: indices; HOST_<i>_SOABI, _SUFFIX, _INCLUDE; HOST_SOURCES, HOST_DEFINITIONS: the host extension.
-    BUILD_INFO, MARKER: files to install into the package. DEPENDS: what the plan was made from. TEXT: for the log.
+    BUILD_INFO, MARKER: files to install into the package. SBOM: the bill of materials of a wheel. DEPENDS: what the plan was made from. TEXT: for the log.
     VARIABLES: all names.
     """
     cxx, cuda = plan.tool("cxx"), plan.tool("cuda")
@@ -222,7 +225,7 @@ def variables(
         "CUDA_RUNTIME": cuda.runtime if cuda else "",
         "MACHINE": plan.machine,
         "TORCH_FLOOR": plan.torch_floor,
-        "GLIBC_FLOOR": plan.glibc if request.state == "wheel" and needs_stubs(plan.glibc) else "",
+        "GLIBC_FLOOR": plan.glibc if links_for_floor(plan, request) else "",
         "TORCH_INCLUDE": f"{plan.torch.path}/include",
         "PYBIND11_INCLUDE": pybind11,
         "HIDDEN_FOLDERS": hidden,
@@ -230,6 +233,7 @@ def variables(
         "GPU_JOBS": str(plan.jobs.gpu_count),
         "BUILD_INFO": str(package / "_build_info.json"),
         "MARKER": str(package / "_built.py"),
+        "SBOM": str(_sbom_file(build_dir, plan)) if request.state == "wheel" else "",
         "DEPENDS": [str(path) for path in depends],
         "TEXT": render(plan),
         "HOST_SOURCES": [str(root / plan.kernels / source.path) for source in host],
@@ -254,6 +258,11 @@ def variables(
         found[f"GROUP_{index}_DEFINITIONS"] = group[0].definitions
     found["VARIABLES"] = sorted(found)
     return {name: quote(value) for name, value in found.items()}
+
+
+def links_for_floor(plan: Plan, request: Request) -> bool:
+    """Whether the build links for an older glibc than this machine's, and libstdc++ into the binaries with it."""
+    return request.state == "wheel" and needs_stubs(plan.glibc)
 
 
 def _groups(sources: Iterable[PlannedSource]) -> list[list[PlannedSource]]:
@@ -322,6 +331,7 @@ def build_info(plan: Plan, request: Request, root: Path, cmake_version: str) -> 
         "minimum_driver": plan.minimum_driver,
         "minimum_driver_ptx": plan.minimum_driver_ptx,
         "size_budget": plan.size_budget,
+        "static_libstdcxx": links_for_floor(plan, request),
         "features": {feature.name: feature.enabled for feature in plan.features},
         "toolchain": toolchain,
         "host_pythons": [python.version for python in plan.host_pythons],
@@ -364,16 +374,28 @@ def write_plan(root: Path, profile: str, build_dir: Path, cmake_version: str) ->
     ):
         request = request_by_hand(root, profile)
     plan = refuse_problems(plan_of(root, request)[0])
+    if plan.backend == "cuda" and "," in tempfile.gettempdir():
+        raise PlanError(
+            f"nvcc cannot work with ',' in the path of temporary files: {tempfile.gettempdir()}; set TMPDIR to another "
+            "folder"
+        )
     info = build_info(plan, request, root, cmake_version)
     write_atomically(
         build_dir / plan.package / "_build_info.json", json.dumps(info, indent=2, sort_keys=True) + "\n"
     )
     write_atomically(build_dir / plan.package / "_built.py", _MARKER)
+    if request.state == "wheel":
+        text = sbom.render(info, plan.package, load_project(root).license)
+        write_atomically(_sbom_file(build_dir, plan), text)
     write_atomically(build_dir / "pelton_plan.json", plan.to_json())
     made = variables(plan, request, root, build_dir, _depends(root, plan, build_dir))
     lines = [f"set(PELTON_PLAN_{name} {value})" for name, value in made.items()]
     write_atomically(build_dir / "pelton_plan.cmake", "\n".join(["# Written by pelton_build.", *lines, ""]))
     return plan
+
+
+def _sbom_file(build_dir: Path, plan: Plan) -> Path:
+    return build_dir / sbom.FILE.format(package=plan.package)
 
 
 def refuse_problems(plan: Plan) -> Plan:
