@@ -2,12 +2,18 @@
 
 The engine knows a runner (plan -> logits), a scheduler (requests -> plan), a sampler (logits -> tokens) and maybe a
 tokenizer (tokens -> text), and nothing of models or tensors' contents.
+
+Where the runner is a device that works while the host goes on, the engine runs one step ahead: when all that the next
+step needs and the host lacks are the last step's tokens, it is started with them as they lie on the device, and the
+host reads them (texts, ends, stop strings) while that step runs. A request that proves to have ended by then has a
+row in it that nobody looks at.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +21,7 @@ import torch
 from pelton.errors import InvalidValueError, ModelOutputError, PeltonError, PromptError
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.request import Request, RequestStatus
-from pelton.sampling import Sampler, SamplingParams, TokenLogprobs, request_seed, token_logprobs
+from pelton.sampling import Sampled, Sampler, SamplingParams, TokenLogprobs, request_seed, token_logprobs
 from pelton.scheduler import Scheduler, StepPlan
 
 __all__ = ["Engine", "RequestGroup", "Runner"]
@@ -36,9 +42,27 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
-        """Run the copies, then compute the plan's tokens; fp32 logits [sum of num_logits, vocab_size], in order."""
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the device works while the host goes on, so that steps should be started early."""
         ...
+
+    def execute(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the copies, then compute the plan's tokens; fp32 logits [sum of num_logits, vocab_size], in order.
+
+        `tokens` (int64, on the device) are the requests' new tokens, one each, where the requests lack them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was started. `requests`: whose each sampled row is; `forks`: parents and their new siblings."""
+
+    plan: StepPlan
+    requests: list[Request]
+    forks: list[tuple[Request, list[Request]]]
+    sampled: Sampled
 
 
 class RequestGroup:
@@ -161,6 +185,7 @@ class Engine:
         self.sampler = Sampler()
         self._new_detokenizer = new_detokenizer
         self._groups: dict[str, RequestGroup] = {}
+        self._ahead: _Flight | None = None
         self._num_added = 0
         self._decoded: dict[int, str] = {}
         self._is_stepping = False
@@ -267,6 +292,7 @@ class Engine:
         """Abort everything and forget the cache: for when a step was interrupted, wherever that was."""
         groups = list(self._groups.values())
         self._groups = {}
+        self._ahead = None
         self.scheduler.reset()
         for group in groups:
             group.error = group.error or error
@@ -276,7 +302,7 @@ class Engine:
                 request.finish_reason = request.finish_reason or "abort"
 
     def step(self) -> list[RequestGroup]:
-        """Compute one step; return the groups that got tokens.
+        """Take in one step, and maybe start the one after it; return the groups that got tokens.
 
         If it raises (an error of the runner, Ctrl-C), all requests are aborted, the cache is forgotten, and the
         engine takes new requests.
@@ -295,13 +321,29 @@ class Engine:
                 self.abort(groups)
 
     def _step(self) -> list[RequestGroup]:
+        flight, self._ahead = self._ahead, None
+        if flight is not None and all(request.is_finished for request in flight.requests):
+            flight = None  # all of it was work for nothing
+        if flight is None:
+            flight = self._start()
+        if flight is None:
+            return []
+        if self.runner.runs_ahead:
+            self._ahead = self._start_ahead(flight)
+        groups = self._take(flight)
+        if self._ahead is not None:
+            self.scheduler.settle(self._ahead.plan)
+        return groups
+
+    def _start(self) -> _Flight | None:
+        """Start the next step; None if it gives no tokens."""
         plan = self.scheduler.schedule()
         if not plan.scheduled:
             if self.scheduler.has_unfinished:
                 raise RuntimeError(
                     "scheduler: nothing to compute although requests are unfinished (a bug in Pelton)"
                 )
-            return []
+            return None
         logits = self.runner.execute(plan)
         self.scheduler.update(plan)
 
@@ -325,15 +367,41 @@ class Engine:
                     rows.extend([row - 1] * len(children))
                     requests.extend(children)
         if not requests:
-            return []
+            return None
         if len(rows) != logits.shape[0] or forks:
             logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
-        token_ids, logprobs, valid = self.sampler.sample(logits, requests)
+        return _Flight(plan, requests, forks, self.sampler.start(logits, requests))
 
-        for parent, children in forks:
+    def _start_ahead(self, flight: _Flight) -> _Flight | None:
+        """Start the step after `flight`, whose tokens the host does not know; None if that cannot be."""
+        if flight.forks:
+            return None
+        plan = self.scheduler.schedule_ahead(flight.plan)
+        if plan is None:
+            return None
+        requests = [item.request for item in plan.scheduled]
+        tokens = flight.sampled.tokens
+        if len(requests) != len(flight.requests):
+            places = {request: row for row, request in enumerate(flight.requests)}
+            rows = torch.tensor([places[request] for request in requests], device=tokens.device)
+            tokens = tokens.index_select(0, rows)
+        logits = self.runner.execute(plan, tokens)
+        self.scheduler.update(plan)
+        return _Flight(plan, requests, [], self.sampler.start(logits, requests, num_pending=1))
+
+    def _take(self, flight: _Flight) -> list[RequestGroup]:
+        """Wait for the tokens of a step and give them to the requests; return the groups that got some."""
+        token_ids, logprobs, valid = flight.sampled.result()
+        for parent, children in flight.forks:
             self.scheduler.fork(parent, children)
         ended: list[Request] = []
-        for request, token_id, entry, is_valid in zip(requests, token_ids, logprobs, valid, strict=True):
+        taken: list[Request] = []
+        for request, token_id, entry, is_valid in zip(
+            flight.requests, token_ids, logprobs, valid, strict=True
+        ):
+            if request.is_finished:  # it ended, or was aborted, after the step was started
+                continue
+            taken.append(request)
             if not is_valid:
                 self._refuse(request)
                 ended.append(request)
@@ -349,7 +417,7 @@ class Engine:
             for request in ended:
                 if request.group.finished:
                     self._groups.pop(request.group.request_id, None)
-        return list(dict.fromkeys(request.group for request in requests))
+        return list(dict.fromkeys(request.group for request in taken))
 
     def _new_siblings(self, first: Request) -> list[Request]:
         """The other completions of a prompt that was just computed."""

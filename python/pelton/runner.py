@@ -229,6 +229,11 @@ class Runner:
         )
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether the device works while the host goes on."""
+        return self.on_gpu
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache, the null block included."""
         return self.kv_plan.num_blocks

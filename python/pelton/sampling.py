@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from pelton.request import Request
 
-__all__ = ["Sampler", "SamplingParams", "TokenLogprobs"]
+__all__ = ["Sampled", "Sampler", "SamplingParams", "TokenLogprobs"]
 
 #: Temperatures below this are greedy: dividing by them overflows, and nothing but the argmax has any weight.
 GREEDY_BELOW = 1e-5
@@ -59,10 +59,16 @@ _ELSEWHERE = {
         "the length limit of prompt and output together is LLM(max_model_len=...)",
     ),
     **dict.fromkeys(
-        ("max_num_batched_tokens", "block_size", "dtype", "enable_prefix_caching", "kv_cache_memory"),
+        (
+            "max_num_batched_tokens",
+            "block_size",
+            "dtype",
+            "enable_prefix_caching",
+            "kv_cache_memory",
+            "gpu_memory_utilization",
+        ),
         "it is an option of LLM(...)",
     ),
-    "gpu_memory_utilization": "memory for the KV cache is LLM(kv_cache_memory=...)",
     **dict.fromkeys(
         ("max_new_tokens", "max_length", "max_completion_tokens", "n_predict"), "the name here is max_tokens"
     ),
@@ -393,26 +399,67 @@ class _PenaltyState:
 _CHUNK = 128
 
 
+#: token ids, log-probabilities (None where not asked for), and whether each row could be sampled: False for a row with
+#: NaN or without a finite maximum, whose token means nothing
+Chosen = tuple[list[int], "list[TokenLogprobs | None]", list[bool]]
+
+
+class Sampled:
+    """What was chosen, perhaps still on its way from the device."""
+
+    def __init__(self, result: Chosen | Callable[[], Chosen], tokens: torch.Tensor | None = None) -> None:
+        self._result = result
+        self._tokens = tokens
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token ids on the device, int64 [rows]; they can be used there before the host has them."""
+        if self._tokens is None:
+            import torch
+
+            self._tokens = torch.tensor(self.result()[0], dtype=torch.int64)
+        return self._tokens
+
+    def result(self) -> Chosen:
+        """Wait for the device, if need be."""
+        if callable(self._result):
+            self._result = self._result()
+        return self._result
+
+
 class Sampler:
     """Chooses one token per row of logits. Holds no state of its own: what a request needs lies on the request."""
 
-    def sample(
-        self, logits: torch.Tensor, requests: Sequence[Request]
-    ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> Chosen:
+        """Choose the next token of each request, and wait for it (see `start`)."""
+        return self.start(logits, requests).result()
+
+    def start(self, logits: torch.Tensor, requests: Sequence[Request], num_pending: int = 0) -> Sampled:
         """Choose the next token of each request.
 
         Args:
             logits: [len(requests), vocab_size] fp32. Written to.
             requests: whose row each is.
-
-        Returns:
-            Token ids, log-probabilities (None where not asked for), and whether each row could be sampled: False
-            for a row with NaN or without a finite maximum, whose token means nothing. Other rows are not touched.
+            num_pending: how many tokens each request has beyond those that it knows of. Such requests have no
+                penalties, which would have to count these tokens.
         """
-        params = [request.params for request in requests]
-        unfinished_minimum = [len(r.output_token_ids) < r.params.min_tokens for r in requests]
+        num_output_tokens = [len(request.output_token_ids) + num_pending for request in requests]
+        unfinished_minimum = [
+            count < request.params.min_tokens
+            for count, request in zip(num_output_tokens, requests, strict=True)
+        ]
         if _has_kernel(logits):
-            return self._sample_by_kernel(logits, requests, unfinished_minimum)
+            return self._start_kernel(logits, requests, num_output_tokens, unfinished_minimum)
+        return Sampled(self._sample_by_torch(logits, requests, num_output_tokens, unfinished_minimum))
+
+    def _sample_by_torch(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        num_output_tokens: list[int],
+        unfinished_minimum: list[bool],
+    ) -> Chosen:
+        params = [request.params for request in requests]
         if not any(unfinished_minimum) and all(request.plain_greedy for request in requests):
             maxima, ids = _argmax(logits)
             return ids, [None] * len(ids), [math.isfinite(value) for value in maxima]
@@ -431,7 +478,7 @@ class Sampler:
         valid = [math.isfinite(value) for value in maxima]
         random = [i for i, p in enumerate(params) if valid[i] and not p.is_greedy]
         if random:
-            draws = [uniform(requests[i].seed, len(requests[i].output_token_ids)) for i in random]
+            draws = [uniform(requests[i].seed, num_output_tokens[i]) for i in random]
             tops = [maxima[i] for i in random]
             drawn = _sample_rows(_rows(logits, random), tops, [params[i] for i in random], draws)
             for i, token_id in zip(random, drawn, strict=True):
@@ -444,10 +491,16 @@ class Sampler:
                 logprobs[i] = entry
         return ids, logprobs, valid
 
-    def _sample_by_kernel(
-        self, logits: torch.Tensor, requests: Sequence[Request], unfinished_minimum: list[bool]
-    ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-        """As `sample`, with all work queued on the device before the first result is waited for."""
+    def _start_kernel(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        num_output_tokens: list[int],
+        unfinished_minimum: list[bool],
+    ) -> Sampled:
+        """All work is queued on the device, the copy to the host included; nothing is waited for."""
+        import torch
+
         from pelton import ops
 
         params = [request.params for request in requests]
@@ -460,23 +513,29 @@ class Sampler:
         if all(p.is_greedy for p in params):
             tokens = ops.greedy_sample(logits)
         else:
-            tokens = ops.sample(logits, **_kernel_arguments(requests, logits.device))
+            tokens = ops.sample(logits, **_kernel_arguments(requests, num_output_tokens, logits.device))
+        num_top = [params[i].logprobs or 0 for i in wanted]
         packed = None
         if raw is not None:
             chosen = _rows(tokens.unsqueeze(1), wanted).clamp(min=0)
-            packed = _packed_logprobs(raw, chosen, [params[i].logprobs or 0 for i in wanted])
-        ids = tokens.tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
-        if packed is not None:
-            found = _unpacked_logprobs(
-                packed,
-                [max(ids[i], 0) for i in wanted],
-                [params[i].logprobs or 0 for i in wanted],
-                logits.shape[1],
-            )
-            for i, entry in zip(wanted, found, strict=True):
-                logprobs[i] = entry
-        return [max(token_id, 0) for token_id in ids], logprobs, [token_id >= 0 for token_id in ids]
+            packed = _packed_logprobs(raw, chosen, num_top).to("cpu", non_blocking=True)
+        on_host = tokens.to("cpu", non_blocking=True)  # into pinned memory
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(logits.device))
+        vocab_size = logits.shape[1]
+
+        def result() -> Chosen:
+            arrived.synchronize()
+            ids = on_host.tolist()
+            logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+            if packed is not None:
+                wanted_ids = [max(ids[i], 0) for i in wanted]
+                found = _unpacked_logprobs(packed, wanted_ids, num_top, vocab_size)
+                for i, entry in zip(wanted, found, strict=True):
+                    logprobs[i] = entry
+            return [max(token_id, 0) for token_id in ids], logprobs, [token_id >= 0 for token_id in ids]
+
+        return Sampled(result, tokens)
 
     @staticmethod
     def _adjust(logits: torch.Tensor, requests: Sequence[Request], unfinished_minimum: list[bool]) -> None:
@@ -534,7 +593,9 @@ def _has_kernel(logits: torch.Tensor) -> bool:
     return ops.backend() in ("cuda", "rocm") and logits.shape[1] <= ops.SAMPLE_MAX_VOCAB
 
 
-def _kernel_arguments(requests: Sequence[Request], device: torch.device) -> dict[str, torch.Tensor | None]:
+def _kernel_arguments(
+    requests: Sequence[Request], num_output_tokens: list[int], device: torch.device
+) -> dict[str, torch.Tensor | None]:
     """What `pelton.ops.sample` needs of each request, in one transfer."""
     import torch
 
@@ -542,7 +603,7 @@ def _kernel_arguments(requests: Sequence[Request], device: torch.device) -> dict
     params = [request.params for request in requests]
     host = np.empty((4, num_rows), dtype=np.int64)
     host[0] = np.array([request.seed & _MASK for request in requests], dtype=np.uint64).view(np.int64)
-    host[1] = [len(request.output_token_ids) for request in requests]
+    host[1] = num_output_tokens
     halves = host[2:].view(np.int32).reshape(4, num_rows)
     limit = np.iinfo(np.int32).max
     halves[0] = [min(max(p.top_k, 0), limit) for p in params]

@@ -173,6 +173,43 @@ class Scheduler:
             rows -= item.num_logits
         return StepPlan(tuple(scheduled), copies)
 
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after `plan` before its tokens are known: one more token for each request that goes on.
+
+        `plan` was computed (`update`), and its tokens are not appended yet. Requests that end with their next token,
+        because of their length, are left out; whether another ends with it is not known, and its row is then work for
+        nothing. None when the next step is to be another one: requests can be admitted, or blocks are short, or a
+        choice depends on the tokens. `settle` follows when the tokens are known.
+        """
+        going_on: list[Request] = []
+        missing = num_running = 0
+        for item in plan.scheduled:
+            request = item.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            num_running += 1
+            num_tokens = len(request.token_ids)
+            if request.num_computed_tokens != num_tokens or request.siblings or request.params.has_penalties:
+                return None
+            if num_tokens + 1 < request.max_total_tokens:
+                going_on.append(request)
+                missing += num_tokens // self.block_size + 1 - len(request.block_ids)
+        if not going_on or num_running != len(self.running) or self._copies or missing > self.pool.num_free:
+            return None
+        if self.waiting and not len(going_on) == num_running == self.max_num_running:
+            return None
+        for request in going_on:
+            if request.num_computed_tokens // self.block_size == len(request.block_ids):
+                request.block_ids.append(self.pool.allocate())
+        return StepPlan(tuple(ScheduledRequest(request, 1, 1) for request in going_on))
+
+    def settle(self, plan: StepPlan) -> None:
+        """Make the blocks known that a plan of `schedule_ahead` filled, now that their tokens are."""
+        for item in plan.scheduled:
+            request = item.request
+            if request.status is RequestStatus.RUNNING:
+                self._commit(request, request.num_computed_tokens - 1, request.num_computed_tokens)
+
     def update(self, plan: StepPlan) -> None:
         """Note that the step was computed."""
         for item in plan.scheduled:
@@ -212,13 +249,18 @@ class Scheduler:
             num_logits = int(end == len(request.token_ids))
         # Full blocks are known from here on. The plan is executed as a whole, and a layer writes the step's keys
         # and values before any of its queries reads, so requests of one step can already share.
-        if self.pool.enable_prefix_caching:
-            first, last = request.num_computed_tokens // self.block_size, end // self.block_size
-            if first < last:
-                extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
-                for i in range(first, last):
-                    self.pool.commit(request.block_ids[i], request.block_hashes[i])
+        self._commit(request, request.num_computed_tokens, end)
         return ScheduledRequest(request, num_new, num_logits)
+
+    def _commit(self, request: Request, start: int, end: int) -> None:
+        """Make the blocks known that tokens from `start` to `end` fill."""
+        if not self.pool.enable_prefix_caching:
+            return
+        first, last = start // self.block_size, end // self.block_size
+        if first < last:
+            extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
+            for i in range(first, last):
+                self.pool.commit(request.block_ids[i], request.block_hashes[i])
 
     def _limit_logits(self, request: Request, num_new: int, rows: int) -> int:
         """Fewer tokens, if prompt_logprobs would make more rows of logits than a step may give."""

@@ -19,20 +19,30 @@ class FakeRunner:
     wrongly or written over changes the output; it is also compared with the request's tokens at once.
     """
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, vocab_size: int = 32, table=None) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = 32,
+        table=None,
+        runs_ahead: bool = False,
+    ) -> None:
+        self.runs_ahead = runs_ahead
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.table = table  # [vocab, vocab]: next-token logits by the last token alone
         self.cache = [[None] * block_size for _ in range(num_blocks)]
         self.num_steps = 0
+        self.num_ahead = 0
         self.num_computed = 0
         self.widest = 0
         self.fail_at: dict[int, BaseException] = {}
         self.nan_after: tuple[int, ...] | None = None
 
-    def execute(self, plan: StepPlan) -> torch.Tensor:
+    def execute(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> torch.Tensor:
         self.num_steps += 1
+        self.num_ahead += tokens is not None
         if self.num_steps in self.fail_at:
             raise self.fail_at.pop(self.num_steps)
         sources = {source for source, _ in plan.block_copies}
@@ -41,28 +51,33 @@ class FakeRunner:
         for source, destination in plan.block_copies:
             self.cache[destination] = list(self.cache[source])
         written: set[tuple[int, int]] = set()
+        known = [item.request.token_ids for item in plan.scheduled]
+        if tokens is not None:
+            assert len(tokens) == len(known)
+            known = [ids + [token] for ids, token in zip(known, tokens.tolist(), strict=True)]
         # a layer writes the keys and values of the whole step before it reads any
-        for item in plan.scheduled:
+        for item, token_ids in zip(plan.scheduled, known, strict=True):
             request, start = item.request, item.request.num_computed_tokens
             assert item.num_new_tokens > 0
-            assert start + item.num_new_tokens <= len(request.token_ids)
+            assert start + item.num_new_tokens <= len(token_ids)
+            assert tokens is None or start + 1 == len(token_ids)
             assert len(request.block_ids) == -(-(start + item.num_new_tokens) // self.block_size)
             assert NULL_BLOCK not in request.block_ids
             for position in range(start, start + item.num_new_tokens):
                 block, offset = request.block_ids[position // self.block_size], position % self.block_size
                 assert (block, offset) not in written, "two requests write to one slot"
                 written.add((block, offset))
-                self.cache[block][offset] = request.token_ids[position]
-        tokens = sum(item.num_new_tokens for item in plan.scheduled)
-        self.num_computed += tokens
-        self.widest = max(self.widest, tokens)
+                self.cache[block][offset] = token_ids[position]
+        num_tokens = sum(item.num_new_tokens for item in plan.scheduled)
+        self.num_computed += num_tokens
+        self.widest = max(self.widest, num_tokens)
         rows = []
-        for item in plan.scheduled:
+        for item, token_ids in zip(plan.scheduled, known, strict=True):
             request, end = item.request, item.request.num_computed_tokens + item.num_new_tokens
             context = [
                 self.cache[request.block_ids[i // self.block_size]][i % self.block_size] for i in range(end)
             ]
-            assert context == request.token_ids[:end], "the cache holds other tokens"
+            assert context == token_ids[:end], "the cache holds other tokens"
             rows += [self._row(context[:length]) for length in range(end - item.num_logits + 1, end + 1)]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from pelton import ops
@@ -19,6 +20,8 @@ DATA = Path(__file__).parent.parent / "data"
 #: where the installed kernels run
 DEVICE = torch.device("cuda:0" if ops.backend() in ("cuda", "rocm") else "cpu")
 ON_GPU = DEVICE.type != "cpu"
+cpu_only = pytest.mark.skipif(ON_GPU, reason="about the CPU's engine, and the installed kernels are for GPUs")
+gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and a build of pelton for it")
 
 
 @dataclass
@@ -45,13 +48,13 @@ class Driver:
     def step(
         self, *parts: tuple[FakeRequest, int, int], copies: tuple[tuple[int, int], ...] = ()
     ) -> torch.Tensor:
-        """One step of (sequence, new tokens, rows of logits); a copy, because the logits are the runner's own."""
+        """One step of (sequence, new tokens, rows of logits); a copy on the CPU: the logits are the runner's own."""
         for sequence, count, _ in parts:
             need = -(-(sequence.num_computed_tokens + count) // self.runner.block_size)
             while len(sequence.block_ids) < need:
                 sequence.block_ids.append(self.free.pop())
         plan = StepPlan(tuple(ScheduledRequest(s, count, rows) for s, count, rows in parts), copies)  # type: ignore[arg-type]
-        logits = self.runner.execute(plan).clone()
+        logits = self.runner.execute(plan).to("cpu", copy=True)
         for sequence, count, _ in parts:
             sequence.num_computed_tokens += count
         return logits

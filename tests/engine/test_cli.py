@@ -213,7 +213,7 @@ def test_text_from_stdin(fake, monkeypatch, options, chat):
     ("argv", "message"),
     [
         ([], "pelton: error: the following arguments are required: COMMAND"),
-        (["genrate"], "'genrate' is none of generate, info (did you mean 'generate'?)"),
+        (["genrate"], "'genrate' is none of generate, info, doctor (did you mean 'generate'?)"),
         (["--versoin"], "COMMAND"),
         (["generate"], "--model PATH is missing"),
         (["generate", "--modle", "m"], "unknown argument '--modle' (did you mean '--model'?)"),
@@ -392,7 +392,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"pelton {pelton.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["generate", "--help"], ["info", "--help"], ["doctor", "--help"]]
+)
 def test_help(capsys, argv):
     assert cli.main(argv) == 0
     out = capsys.readouterr().out

@@ -454,3 +454,101 @@ def test_end_ids_outside_of_the_vocabulary_touch_no_other_request(eos):
     groups = [engine.add_request([start], params) for start in (28, 5, 28, 5)]
     run(engine, groups)
     assert [g.output().outputs[0].token_ids for g in groups] == [[29, 30, 31, 0], [6, 7, 8, 9]] * 2
+
+
+# A step ahead of the tokens.
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2]], [[1, 2], [3], [4, 5, 6]]], ids=["one", "three"])
+def test_steps_are_started_before_the_tokens_of_the_last_one_are_known(prompts):
+    """All but the first step, as long as nobody can be admitted; and never one for a token that is too many."""
+    runner = FakeRunner(runs_ahead=True)
+    engine = make_engine(runner)
+    params = [SamplingParams(temperature=0.5, max_tokens=9 + 3 * i) for i in range(len(prompts))]
+    groups = [engine.add_request(p, s) for p, s in zip(prompts, params, strict=True)]
+    run(engine, groups)
+    assert [results(group) for group in groups] == [
+        alone(p, s, number) for number, (p, s) in enumerate(zip(prompts, params, strict=True))
+    ]
+    longest = max(p.max_tokens for p in params)
+    assert (runner.num_steps, runner.num_ahead) == (longest, longest - 1)
+    assert runner.num_computed == sum(len(p) + s.max_tokens - 1 for p, s in zip(prompts, params, strict=True))
+    check_idle(engine)
+
+
+def test_an_end_that_was_not_foreseen_costs_one_row():
+    prompt, params = [1, 2], SamplingParams(temperature=0, max_tokens=20)
+    tokens = alone(prompt, params)[0][0]
+    stop = next(i for i in range(3, 20) if tokens[i] not in tokens[:i])
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[tokens[stop]])
+    runner = FakeRunner(runs_ahead=True)
+    engine = make_engine(runner)
+    group = engine.add_request(prompt, params)
+    run(engine, [group])
+    assert results(group) == [(tokens[: stop + 1], "stop", tokens[stop])]
+    assert runner.num_computed == len(prompt) + stop + 1
+    check_idle(engine)
+    other = engine.add_request([5, 6, 7], params)  # the step that nobody wants is not taken for this one's
+    run(engine, [other])
+    assert results(other) == alone([5, 6, 7], params)
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [({"repetition_penalty": 1.2}, False), ({"min_tokens": 5}, True), ({"logprobs": 2}, True)],
+    ids=["penalty", "min_tokens", "logprobs"],
+)
+def test_what_may_run_ahead(options, ahead):
+    """Penalties need the tokens; what counts them alone does not."""
+    params = SamplingParams(temperature=0.7, max_tokens=8, seed=1, **options)
+    outputs = []
+    for runs_ahead in (False, True):
+        runner = FakeRunner(runs_ahead=runs_ahead)
+        engine = make_engine(runner, eos_token_ids=(3, 4, 5, 6))
+        group = engine.add_request([1, 2, 3], params)
+        run(engine, [group])
+        outputs.append(group.output().outputs[0])
+        assert (runner.num_ahead > 0) == (runs_ahead and ahead)
+    assert outputs[0] == outputs[1]
+
+
+def test_an_abort_leaves_the_others_of_the_step_that_was_started():
+    runner = FakeRunner(runs_ahead=True)
+    engine = make_engine(runner)
+    groups = [engine.add_request([i, 2], SamplingParams(temperature=0, max_tokens=12)) for i in range(3)]
+    for _ in range(4):
+        engine.step()
+    engine.abort([groups[1]])
+    late = engine.add_request([9], SamplingParams(temperature=0, max_tokens=3))
+    run(engine, [groups[0], groups[2], late])
+    for group, prompt, count in ((groups[0], [0, 2], 12), (groups[2], [2, 2], 12), (late, [9], 3)):
+        assert results(group) == alone(prompt, SamplingParams(temperature=0, max_tokens=count))
+    check_idle(engine)
+
+
+def test_blocks_that_were_filled_ahead_are_found_again():
+    runner = FakeRunner(runs_ahead=True)
+    engine = make_engine(runner)
+    params = SamplingParams(temperature=0, max_tokens=14)
+    first = engine.add_request([1, 2, 3], params)
+    run(engine, [first])
+    tokens = [1, 2, 3, *results(first)[0][0]]
+    again = engine.add_request([*tokens, 5], params)
+    run(engine, [again])
+    assert again.first.num_cached_tokens == 16  # the last token of the first request was never computed
+    assert results(again) == alone([*tokens, 5], params)
+
+
+def test_the_engine_recovers_from_an_error_in_a_step_that_was_started_early():
+    runner = FakeRunner(runs_ahead=True)
+    engine = make_engine(runner)
+    params = SamplingParams(temperature=0, max_tokens=9)
+    group = engine.add_request([1, 2], params)
+    runner.fail_at = {4: RuntimeError("broken")}
+    with pytest.raises(RuntimeError, match="broken"):
+        run(engine, [group])
+    assert group.finished and group.error is not None
+    again = engine.add_request([1, 2], params)
+    run(engine, [again])
+    assert results(again) == alone([1, 2], params)
+    check_idle(engine)

@@ -34,9 +34,12 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([1, 2, 3, 7, 24, 100]),
         enable_prefix_caching=st.booleans(),
         chunked=st.booleans(),
+        runs_ahead=st.booleans(),
     )
-    def start(self, spare_blocks, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, chunked):
-        self.runner = FakeRunner(1 + MAX_MODEL_LEN // 4 + spare_blocks, 4)
+    def start(
+        self, spare_blocks, max_num_seqs, max_num_batched_tokens, enable_prefix_caching, chunked, runs_ahead
+    ):
+        self.runner = FakeRunner(1 + MAX_MODEL_LEN // 4 + spare_blocks, 4, runs_ahead=runs_ahead)
         self.budget = max_num_batched_tokens
         self.engine = make_engine(
             self.runner,
@@ -116,8 +119,9 @@ TestEngine.settings = settings(
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("budget", [1, 3, 16])
 @pytest.mark.parametrize("spare", [0, 1, 5])
-def test_many_requests_through_a_tiny_cache(caching, budget, spare):
-    runner = FakeRunner(1 + 8 + spare, 4)
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_many_requests_through_a_tiny_cache(caching, budget, spare, runs_ahead):
+    runner = FakeRunner(1 + 8 + spare, 4, runs_ahead=runs_ahead)
     engine = make_engine(
         runner,
         max_model_len=32,

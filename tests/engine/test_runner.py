@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_driver import DATA, Driver
+from model_driver import DATA, DEVICE, ON_GPU, Driver, cpu_only
 from pelton import ops, runner
 from pelton.config import EngineConfig, load_model_config
 from pelton.cpu_graph import CpuGraph
@@ -62,6 +62,7 @@ def test_batched_equals_alone(model: str, dtype: str) -> None:
         close(torch.cat(found), expected, 1e-4 if dtype == "float32" else 0.15)
 
 
+@cpu_only
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_equals_eager(model: str, dtype: str) -> None:
@@ -83,6 +84,7 @@ def test_recorded_equals_eager(model: str, dtype: str) -> None:
     close(logits, eager.greedy(prompts, 12)[1], 1e-4 if dtype == "float32" else 0.1)
 
 
+@cpu_only
 def test_a_recorded_step_does_no_more_than_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     it = driver()
     expected = it.greedy([prompt(9)], 6)
@@ -103,8 +105,9 @@ def test_padded_rows_touch_nothing() -> None:
         key_cache[:, :, -1] += 3.0  # also where nobody wrote yet, so that stray zeros show
         value_cache[0] += 2.0
     before = [(k.clone(), v.clone()) for k, v in it.runner.kv_caches]
-    logits = it.step(*((s, 1, 1) for s in sequences))  # nine rows of twelve
-    assert it.runner._decode_inputs.slots[9:12].tolist() == [-1] * 3
+    logits = it.step(*((s, 1, 1) for s in sequences))  # nine rows of twelve, or of sixteen on a GPU
+    padded = 16 if ON_GPU else 12
+    assert it.runner._decode_inputs.slots[9:padded].tolist() == [-1] * (padded - 9)
     assert tuple(logits.shape) == (9, 96) and logits.isfinite().all()
     for (key, value), (old_key, old_value) in zip(it.runner.kv_caches, before, strict=True):
         for sequence in sequences:
@@ -175,16 +178,18 @@ def test_block_list_changed_in_place_is_seen() -> None:
     assert tables.tensor[0, :4].tolist() == [3, 9, 5, 2]
 
 
-@given(st.integers(1, 400))
-def test_graph_batch_sizes(max_batch: int) -> None:
-    sizes = graph_batch_sizes(max_batch)
+@given(st.integers(1, 1500), st.booleans())
+def test_graph_batch_sizes(max_batch: int, on_gpu: bool) -> None:
+    sizes = graph_batch_sizes(max_batch, on_gpu)
+    largest = 1024 if on_gpu else 256
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1
-    assert sizes[-1] >= min(max_batch, 256)
-    for batch in range(1, min(max_batch, 256) + 1):
+    assert sizes[-1] >= min(max_batch, largest)
+    for batch in range(1, min(max_batch, largest) + 1):
         size = next(size for size in sizes if size >= batch)
-        assert size == batch or size - batch <= max(3, size // 4)
+        assert size == batch or size - batch <= max(7 if on_gpu else 3, size // 4)
 
 
+@cpu_only
 def test_graphs_are_freed_with_the_runner() -> None:
     it = driver()
     it.greedy([prompt(3)], 3)
@@ -203,6 +208,7 @@ def test_graphs_are_freed_with_the_runner() -> None:
     assert tokens == driver(enforce_eager=True).greedy([prompt(3)], 3)[0]
 
 
+@cpu_only
 def test_an_error_ends_the_recording() -> None:
     x, weight, out = torch.randn(2, 8), torch.randn(8), torch.empty(2, 8)
 
@@ -244,7 +250,8 @@ def test_kv_cache_is_sized_by_the_budget() -> None:
     assert (it.num_blocks, it.block_size, it.vocab_size) == (40, 16, 96)
     assert tuple(it.kv_caches[1][0].shape) == (40, 2, 16, 64)
     assert it.kv_caches[0][0].data_ptr() % 64 == 0 and it.kv_caches[0][0].dtype == torch.bfloat16
-    assert make(max_num_seqs=3, block_size=32).num_blocks == 3 * 8 + 1
+    if not ON_GPU:
+        assert make(max_num_seqs=3, block_size=32).num_blocks == 3 * 8 + 1
 
 
 def test_budget_and_length_are_checked_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +278,7 @@ def test_more_sequences_than_batched_tokens(tokens: int) -> None:
     close(it.all_logits(prompt(9), chunk=tokens), expected)
 
 
+@cpu_only  # a GPU's kernels cannot raise: such ids read as zeros there, and the engine refuses them before
 def test_id_outside_the_vocabulary_leaves_the_runner_usable() -> None:
     it = driver()
     expected = it.greedy([prompt(5)], 4)[0]
