@@ -11,7 +11,7 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 // A sequence's queries are rows first_row ... of `query`, the last of them at position length - 1.
 struct Sequence {
-  int first_row = 0, num_queries = 0, length = 0;
+  int first_row, num_queries, length;
 
   // Position of query i.
   __device__ int position(int i) const { return length - num_queries + i; }
@@ -29,5 +29,57 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionArgs& a, int64_t 
 __device__ __forceinline__ int first_visible(const AttentionArgs& a, int position) {
   return a.sliding_window > 0 && position >= a.sliding_window ? position - int(a.sliding_window) + 1 : 0;
 }
+
+// Finds where in the batch a piece of work lies, when sequence s is count(s) pieces on one line. All threads
+// of a block count together.
+template <int Threads>
+struct SequenceScan {
+  int64_t from, to, start, own = 0,
+                           total = 0;  // this thread's sequences, and where their pieces lie on the line
+
+  template <class Count>
+  __device__ SequenceScan(int64_t num_seqs, const Count& count) {
+    __shared__ int64_t sums[Threads / kWarp];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const int64_t each = ceil_div<int64_t>(num_seqs, Threads);
+    from = threadIdx.x * each;
+    to = from + each < num_seqs ? from + each : num_seqs;
+    for (int64_t s = from; s < to; ++s) own += count(s);
+    int64_t up_to = own;  // of this warp's lanes up to this one
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int64_t before = shuffle(up_to, lane >= distance ? lane - distance : lane);
+      if (lane >= distance) up_to += before;
+    }
+    if (lane == kWarp - 1) sums[warp] = up_to;
+    __syncthreads();
+    start = up_to - own;
+    for (int w = 0; w < Threads / kWarp; ++w) {
+      if (w < warp) start += sums[w];
+      total += sums[w];
+    }
+  }
+
+  // The sequence of the piece at `position` (less than total, the same in all threads) and where it begins.
+  template <class Count>
+  __device__ void find(int64_t position, const Count& count, int64_t& sequence, int64_t& begin) {
+    __shared__ int64_t found[2];
+    if (position >= start && position < start + own) {
+      int64_t at = start;
+      for (int64_t s = from; s < to; ++s) {
+        const int64_t pieces = count(s);
+        if (position < at + pieces) {
+          found[0] = s;
+          found[1] = at;
+          break;
+        }
+        at += pieces;
+      }
+    }
+    __syncthreads();
+    sequence = found[0];
+    begin = found[1];
+  }
+};
 
 }  // namespace pelton::gpu

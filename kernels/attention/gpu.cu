@@ -41,13 +41,29 @@ bool attention_mma_fits(const AttentionArgs& a) {
   return a.dtype != DType::f32 && a.cache_dtype == a.dtype && a.head_size % 8 == 0 &&
          is_aligned16(a.key_cache) && is_aligned16(a.value_cache);
 }
+
+static int start_prefill(const AttentionArgs& a, AttentionShare share, void* stream) {
+#ifdef PELTON_HAS_SM90
+  if (device_properties().compute_capability == 90 && attention_sm90_fits(a)) {
+    return attention_prefill_sm90(a, share, stream);
+  }
+#endif
+  return attention_prefill(a, share, stream);
+}
 #endif
 
 int attention(const AttentionArgs& a, void* stream) {
   if (a.num_tokens == 0 || a.num_seqs == 0 || a.num_heads == 0 || a.max_blocks == 0 || a.num_blocks == 0)
     return 0;
 #ifndef PELTON_ROCM
-  if (attention_mma_fits(a)) return attention_decode(a, AttentionShare::all, stream);
+  if (attention_mma_fits(a)) {
+    if (a.num_tokens <= a.num_seqs) return attention_decode(a, AttentionShare::all, stream);
+    // One sequence of many queries is nothing for the decode kernel.
+    const bool both = a.num_seqs > 1 || attention_decodes(a.num_tokens, a.num_heads / a.num_kv_heads);
+    const AttentionShare share = both ? AttentionShare::prefill : AttentionShare::all;
+    if (const int error = start_prefill(a, share, stream)) return error;
+    return both ? attention_decode(a, AttentionShare::decode, stream) : 0;
+  }
 #endif
   return attention_portable(a, stream);
 }

@@ -5,6 +5,7 @@
 // side, so that a group reads its keys once. What is cut leaves partial results in the workspace, which a
 // second kernel puts together, always in one order. Method: Dao et al., "Flash-Decoding", 2023; the line of
 // work: Osama et al., "Stream-K", 2023.
+#include "../common/dependent.cuh"
 #include "../common/gpu.cuh"
 #include "../common/mma.cuh"
 #include "attention.h"
@@ -14,7 +15,6 @@
 namespace pelton::gpu {
 namespace {
 
-constexpr int kMergeThreads = 128;
 constexpr int kMinTiles = 8;  // of a block: with fewer, putting parts together costs more than it brings
 
 // A row's partial result in the workspace is head_size sums, then maximum and weight.
@@ -25,11 +25,28 @@ struct Cut {
   int pieces, sequence, kv_head, row_tile;  // pieces 0: nothing was cut
 };
 
+// The line cut into parts, the first of which are one longer when it does not divide.
+struct Cutting {
+  int each = 0, longer = 0;
+
+  __device__ Cutting(int total, int parts) {
+    if (parts > 0) {
+      each = total / parts;
+      longer = total % parts;
+    }
+  }
+  __device__ int first(int part) const { return part * each + min(part, longer); }
+  __device__ int part_of(int tile) const {
+    const int in_longer = longer * (each + 1);
+    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
+  }
+};
+
 // One kv head of a sequence and a tile of its rows: tiles first_tile ... of positions, [start, end) on the
 // line.
 template <int Positions, int Rows>
 struct Item {
-  int64_t start = 0, end = 0;
+  int start = 0, end = 0;
   int index = -1, kv_head = 0, row_tile = 0, row_tiles = 0, first_tile = 0, tiles = 0;
   Sequence sequence;
 
@@ -40,16 +57,16 @@ struct Item {
     sequence = sequence_of(a, s);
     if (sequence.num_queries == 0) return 0;
     if (share == AttentionShare::decode && !attention_decodes(sequence.num_queries, group)) return 0;
-    row_tiles = int(ceil_div<int64_t>(int64_t(sequence.num_queries) * group, Rows));
+    row_tiles = ceil_div(sequence.num_queries * group, Rows);
     first_tile = first_visible(a, sequence.position(0)) / Positions;
     tiles = ceil_div(sequence.length, Positions) - first_tile;
     return int64_t(tiles) * row_tiles * a.num_kv_heads;
   }
   // To the item at `line`, of a sequence that begins at `sequence_start`.
-  __device__ void seek(int64_t sequence_start, int64_t line) {
-    const int64_t item = (line - sequence_start) / tiles;
-    kv_head = int(item / row_tiles);
-    row_tile = int(item % row_tiles);
+  __device__ void seek(int sequence_start, int line) {
+    const int item = (line - sequence_start) / tiles;
+    kv_head = item / row_tiles;
+    row_tile = item % row_tiles;
     start = sequence_start + item * tiles;
     end = start + tiles;
   }
@@ -80,7 +97,7 @@ struct DecodeShape {
 };
 
 // The copies of one warp: its tiles of the block's part of the line, one after another, kStages ahead of
-// their use.
+// their use. The blocks that hold a tile are looked up when the tile before it is copied.
 template <class S>
 struct Loader {
   using T = typename S::T;
@@ -92,17 +109,19 @@ struct Loader {
   int group;
   AttentionShare share;
   typename S::Item item;
-  int64_t line, end, window = -1;  // `window`: the line's tile of which lane 0 knows the block
-  int entry = -1, stage = 0;
-  bool whole_blocks;  // the 16 positions of a tile lie in one block
+  int line, end;                        // the next tile, and where this block's part ends
+  bool whole_pages;                     // the positions of a tile lie in one block of the cache
+  int base = 0, block = -1, stage = 0;  // of the next tile; the block of position base + lane % kPositions
 
   __device__ void look_up(int lane) {
-    const int64_t other = line + int64_t(lane) * S::kWarps;
-    window = line;
-    entry = -1;
-    if (other < item.end) {
-      const int position = (item.first_tile + int(other - item.start)) * S::kPositions;
-      entry = a.block_tables[item.index * a.block_table_stride + position / int(a.block_size)];
+    if (line >= end) return;
+    while (line >= item.end) item.advance(a, group, share);
+    base = (item.first_tile + line - item.start) * S::kPositions;
+    const int position = base + lane % S::kPositions;
+    block = -1;
+    if (position >= first_visible(a, item.sequence.position(0)) && position < item.sequence.length) {
+      block = a.block_tables[item.index * a.block_table_stride + position / int(a.block_size)];
+      if (uint32_t(block) >= uint64_t(a.num_blocks)) block = -1;
     }
   }
 
@@ -110,48 +129,37 @@ struct Loader {
   // alike.
   __device__ void next(int lane) {
     if (line < end) {
-      if (line >= item.end) {
-        while (line >= item.end) item.advance(a, group, share);
-        window = -1;
-      }
-      const int base = (item.first_tile + int(line - item.start)) * S::kPositions;
-      const int first = first_visible(a, item.sequence.position(0)), last = item.sequence.length - 1;
       T* const keys = ring + stage * 2 * S::kTile;
-      const int block_size = int(a.block_size), head_size = int(a.head_size);
-      const int piece = lane % kPieces;
+      const int block_size = int(a.block_size), head_size = int(a.head_size), piece = lane % kPieces;
       const T* const key_cache = static_cast<const T*>(a.key_cache);
       const T* const value_cache = static_cast<const T*>(a.value_cache);
-      int64_t offset = 0;
-      bool found = false;
-      if (whole_blocks) {
-        if (window < 0 || line - window >= kWarp * S::kWarps) look_up(lane);
-        const int block = shuffle(entry, int(line - window) / S::kWarps);
-        found = uint32_t(block) < uint64_t(a.num_blocks);
-        offset =
-            ((int64_t(block) * a.num_kv_heads + item.kv_head) * block_size + base % block_size) * head_size;
+      const auto offset_of = [&](int block_of, int position) {
+        return ((int64_t(block_of) * a.num_kv_heads + item.kv_head) * block_size + position % block_size) *
+               head_size;
+      };
+      int64_t offset = 0;  // of the tile's first position
+      if (whole_pages) {
+        int any = block;  // positions that are not visible have none
+#pragma unroll
+        for (int mask = 1; mask < S::kPositions; mask *= 2) any = max(any, shuffle_xor(any, mask));
+        offset = offset_of(any, base);
       }
 #pragma unroll
-      for (int r = lane / kPieces; r < S::kPositions; r += kRowsAtOnce) {
-        const int position = base + r;
-        bool valid = position >= first && position <= last;
-        int64_t from = offset + r * head_size;
-        if (!whole_blocks) {
-          const int block =
-              valid ? a.block_tables[item.index * a.block_table_stride + position / block_size] : -1;
-          found = uint32_t(block) < uint64_t(a.num_blocks);
-          from = ((int64_t(block) * a.num_kv_heads + item.kv_head) * block_size + position % block_size) *
-                 head_size;
-        }
+      for (int r = 0; r < S::kPositions; r += kRowsAtOnce) {
+        const int row = r + lane / kPieces;
+        const int row_block = shuffle(block, row);
+        const int64_t from = whole_pages ? offset + row * head_size : offset_of(row_block, base + row);
 #pragma unroll
         for (int p = piece; p < kPieces; p += kWarp) {
-          const bool here = valid && found && p * 8 < head_size;
-          const int64_t element = here ? from + p * 8 : 0;
-          copy_async16(piece_of<T, S::D>(keys, r, p), key_cache + element, here);
-          copy_async16(piece_of<T, S::D>(keys + S::kTile, r, p), value_cache + element, here);
+          const bool valid = row_block >= 0 && p * 8 < head_size;
+          const int64_t element = valid ? from + p * 8 : 0;
+          copy_async16(piece_of<T, S::D>(keys, row, p), key_cache + element, valid);
+          copy_async16(piece_of<T, S::D>(keys + S::kTile, row, p), value_cache + element, valid);
         }
       }
       line += S::kWarps;
       stage = stage + 1 == S::kStages ? 0 : stage + 1;
+      look_up(lane);
     }
     copy_async_commit();
   }
@@ -258,7 +266,11 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
 #pragma unroll
   for (int n = 0; n < S::kRowBlocks; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = score(s[n][i] + odd[n][i]);
+    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+    if (!score.direct) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = score(s[n][i]);
+    }
     if (edge) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -273,10 +285,10 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
 #pragma unroll
       for (int mask = 4; mask < kWarp; mask *= 2) highest = fmaxf(highest, shuffle_xor(highest, mask));
       const float origin = highest == -INFINITY ? 0 : highest;
-      keep[c] = exp2f(acc.maximum[n][c] - origin);
+      keep[c] = exp2f((acc.maximum[n][c] - origin) * score.unit);
       acc.maximum[n][c] = highest;
-      s[n][c] = exp2f(s[n][c] - origin);
-      s[n][2 + c] = exp2f(s[n][2 + c] - origin);
+      s[n][c] = exp2f((s[n][c] - origin) * score.unit);
+      s[n][2 + c] = exp2f((s[n][2 + c] - origin) * score.unit);
       acc.weight[n][c] = acc.weight[n][c] * keep[c] + s[n][c] + s[n][2 + c];
     }
 #pragma unroll
@@ -320,54 +332,6 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
   }
 }
 
-// Where a block's part of the line begins: all threads count the tiles of all sequences.
-template <class S>
-__device__ void find_part(const AttentionArgs& a, int group, AttentionShare share, typename S::Item& item,
-                          int64_t& first, int64_t& last, int64_t& total, int& parts) {
-  __shared__ int64_t sums[S::kWarps];
-  __shared__ int64_t found[2];  // sequence, and where it begins
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t each = ceil_div<int64_t>(a.num_seqs, S::kThreads);
-  const int64_t from = threadIdx.x * each, to = min(from + each, a.num_seqs);
-  int64_t own = 0;
-  for (int64_t s = from; s < to; ++s) own += item.open(a, group, share, s);
-  int64_t up_to = own;  // of this warp's lanes up to this one
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const int64_t before = shuffle(up_to, lane >= distance ? lane - distance : lane);
-    if (lane >= distance) up_to += before;
-  }
-  if (lane == kWarp - 1) sums[warp] = up_to;
-  __syncthreads();
-  int64_t start = up_to - own;
-  total = 0;
-  for (int w = 0; w < S::kWarps; ++w) {
-    if (w < warp) start += sums[w];
-    total += sums[w];
-  }
-  parts = int(min(int64_t(gridDim.x), ceil_div<int64_t>(total, kMinTiles)));
-  if (int(blockIdx.x) >= parts) {
-    first = last = 0;
-    return;
-  }
-  first = blockIdx.x * total / parts;
-  last = (blockIdx.x + 1) * total / parts;
-  if (first >= start && first < start + own) {
-    for (int64_t s = from; s < to; ++s) {
-      const int64_t tiles = item.open(a, group, share, s);
-      if (first < start + tiles) {
-        found[0] = s;
-        found[1] = start;
-        break;
-      }
-      start += tiles;
-    }
-  }
-  __syncthreads();
-  item.open(a, group, share, found[0]);
-  item.seek(found[1], first);
-}
-
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     decode_kernel(const __grid_constant__ AttentionArgs a, const AttentionShare share) {
@@ -381,10 +345,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   float* const slots = a.workspace + gridDim.x * (sizeof(Cut) / 4);
 
   typename S::Item item;
-  int64_t first, last, total;
-  int parts;
-  find_part<S>(a, group, share, item, first, last, total, parts);
+  const auto count = [&](int64_t s) { return item.open(a, group, share, s); };
+  SequenceScan<S::kThreads> scan(a.num_seqs, count);
+  const int total = int(scan.total), parts = min(int(gridDim.x), ceil_div(total, kMinTiles));
+  const Cutting cutting(total, parts);
+  int first = 0, last = 0;
+  if (int(blockIdx.x) < parts) {
+    first = cutting.first(blockIdx.x);
+    last = cutting.first(blockIdx.x + 1);
+    int64_t sequence, sequence_start;
+    scan.find(first, count, sequence, sequence_start);
+    count(sequence);
+    item.seek(int(sequence_start), first);
+  }
   Cut cut{};
+  let_next_start();
 
   if (first < last) {
     const Scores score(a);
@@ -397,20 +372,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                      .item = item,
                      .line = first + warp,
                      .end = last,
-                     .whole_blocks = a.block_size % S::kPositions == 0};
+                     .whole_pages = a.block_size % S::kPositions == 0};
+    loader.look_up(lane);
     for (int i = 0; i < S::kStages - 1; ++i) loader.next(lane);
     QueryRows<S> rows;
     Accumulator<S> acc;
-    int64_t line = first + warp;
+    int line = first + warp;
     for (int stage = 0;;) {
       rows.load(a, item, group, aligned, lane);
       acc.clear();
-      const int64_t piece_end = min(item.end, last);
+      const int piece_end = min(item.end, last);
       for (; line < piece_end; line += S::kWarps) {
         copy_async_wait<S::kStages - 2>();
         __syncwarp();
         loader.next(lane);
-        const int base = (item.first_tile + int(line - item.start)) * S::kPositions;
+        const int base = (item.first_tile + line - item.start) * S::kPositions;
         attend_tile<S>(acc, rows, score, ring + stage * 2 * S::kTile, base, item.sequence.num_queries > 1,
                        lane);
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
@@ -431,7 +407,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int mask = 4; mask < kWarp; mask *= 2) weight += shuffle_xor(weight, mask);
           const int row = 2 * (lane % 4) + c;
           if (lane < 4) {
-            maxima[warp][row] = acc.maximum[n][c];
+            maxima[warp][row] = acc.maximum[n][c] * score.unit;
             weights[warp][row] = weight;
           }
           float* const to = exchange + (warp * 8 + row) * S::kSumStride + lane / 4;
@@ -476,8 +452,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       if (!ends) {
         if (begins) {
-          const int last_block = int((item.end * parts - 1) / total);
-          cut = {last_block - int(blockIdx.x) + 1, item.index, item.kv_head, item.row_tile};
+          cut = {cutting.part_of(item.end - 1) - int(blockIdx.x) + 1, item.index, item.kv_head,
+                 item.row_tile};
         }
         break;
       }
@@ -489,11 +465,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (gridDim.x > 1 && threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
 
-// One block a cut and row.
+// One block a cut, one warp a row.
 template <class T, int Rows>
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const AttentionArgs a) {
-  const int row = blockIdx.x, block = blockIdx.y, group = int(a.num_heads / a.num_kv_heads);
-  const int head_size = int(a.head_size);
+__global__ void __launch_bounds__(Rows* kWarp) merge_kernel(const __grid_constant__ AttentionArgs a) {
+  constexpr int kElements = kMaxHeadSize / kWarp;  // of the head, a lane
+  const int row = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int block = blockIdx.x, group = int(a.num_heads / a.num_kv_heads), head_size = int(a.head_size);
+  wait_for_previous();
   const Cut cut = reinterpret_cast<const Cut*>(a.workspace)[block];
   if (cut.pieces == 0) return;
   const Sequence sequence = sequence_of(a, cut.sequence);
@@ -501,23 +479,31 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const AttentionArg
   if (full_row >= sequence.num_queries * group) return;
   const int64_t slot = slot_floats(head_size);
   // The first piece is the last of its block; the other blocks begin with theirs.
-  const float* const pieces = a.workspace + gridDim.y * (sizeof(Cut) / 4) + 2 * block * slot;
+  const float* const pieces = a.workspace + gridDim.x * (sizeof(Cut) / 4) + 2 * block * slot;
   const auto piece = [&](int i) { return pieces + (i == 0 ? 1 : 2 * i) * slot; };
   const int statistics = int(kDecodeRows) * head_size + 2 * row;
   float highest = -INFINITY;
-  for (int i = 0; i < cut.pieces; ++i) highest = fmaxf(highest, piece(i)[statistics]);
+  for (int i = lane; i < cut.pieces; i += kWarp) highest = fmaxf(highest, piece(i)[statistics]);
+  highest = warp_max(highest);
   const float origin = highest == -INFINITY ? 0 : highest;
+  float sums[kElements] = {}, weight = 0;
+#pragma unroll 4
+  for (int i = 0; i < cut.pieces; ++i) {
+    const float* const from = piece(i);
+    const float factor = exp2f(from[statistics] - origin);
+    weight += from[statistics + 1] * factor;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      const int d = e * kWarp + lane;
+      if (d < head_size) sums[e] += from[row * head_size + d] * factor;
+    }
+  }
   T* const out = static_cast<T*>(a.out) + (sequence.first_row + full_row / group) * a.out_token_stride +
                  (cut.kv_head * group + full_row % group) * a.out_head_stride;
-  for (int d = threadIdx.x; d < head_size; d += kMergeThreads) {
-    float sum = 0, weight = 0;
-#pragma unroll 4
-    for (int i = 0; i < cut.pieces; ++i) {
-      const float factor = exp2f(piece(i)[statistics] - origin);
-      sum += piece(i)[row * head_size + d] * factor;
-      weight += piece(i)[statistics + 1] * factor;
-    }
-    out[d] = from_float<T>(weight == 0 ? 0 : sum / weight);
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) {
+    const int d = e * kWarp + lane;
+    if (d < head_size) out[d] = from_float<T>(weight == 0 ? 0 : sums[e] / weight);
   }
 }
 
@@ -530,8 +516,8 @@ int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   decode_kernel<S><<<unsigned(blocks), S::kThreads, S::kSharedBytes, stream>>>(a, share);
   if (const int error = launch_result()) return error;
   if (blocks == 1) return 0;
-  merge_kernel<typename S::T, S::kRows><<<dim3(S::kRows, unsigned(blocks)), kMergeThreads, 0, stream>>>(a);
-  return launch_result();
+  return launch_dependent(merge_kernel<typename S::T, S::kRows>, unsigned(blocks), S::kRows * kWarp, stream,
+                          a);
 }
 
 template <class T, int D>

@@ -27,6 +27,25 @@ __device__ __forceinline__ void load_columns(uint32_t (&a)[4], T* tile, int firs
                        piece_of<T, D>(tile, first_row + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
 }
 
+// B operands of two neighbouring blocks of 8 positions x 16 elements of the head.
+template <int D, class T>
+__device__ __forceinline__ void load_rows_b(uint32_t (&b)[2][2], T* tile, int first_row, int step) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t r[4];
+  load_matrix_x4<false>(r,
+                        piece_of<T, D>(tile, first_row + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
+  for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = r[i];
+}
+
+// B operands of two neighbouring blocks of 8 elements of the head x 16 positions.
+template <int D, class T>
+__device__ __forceinline__ void load_columns_b(uint32_t (&b)[2][2], T* tile, int first_row, int step) {
+  const int lane = threadIdx.x % kWarp;
+  uint32_t r[4];
+  load_matrix_x4<true>(r, piece_of<T, D>(tile, first_row + lane % 16, 2 * step + lane / 16));
+  for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = r[i];
+}
+
 // Whether one of the two half-precision values is infinite or NaN.
 template <class T>
 __device__ __forceinline__ bool any_not_finite(uint32_t pair) {
@@ -34,16 +53,20 @@ __device__ __forceinline__ bool any_not_finite(uint32_t pair) {
   return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
 }
 
-// The score in the unit of exp2, from the product of query and key.
+// Scores from products of query and key: weights are exp2(unit * score).
 struct Scores {
-  float scale, cap, cap_inverse;  // cap 0: none
+  float unit, factor, cap;  // cap 0: the score is the product itself
+  bool direct;
 
-  __device__ explicit Scores(const AttentionArgs& a)
-      : scale(a.soft_cap > 0 ? a.scale : a.scale * kLog2e),
-        cap(a.soft_cap * kLog2e),
-        cap_inverse(a.soft_cap > 0 ? a.scale / a.soft_cap : 0) {}
+  __device__ explicit Scores(const AttentionArgs& a) {
+    direct = a.soft_cap == 0 && a.scale > 0;  // a larger product has the larger weight
+    unit = direct ? a.scale * kLog2e : 1;
+    cap = a.soft_cap * kLog2e;
+    factor = cap > 0 ? a.scale / a.soft_cap * (2 * kLog2e) : a.scale * kLog2e;
+  }
   __device__ float operator()(float product) const {
-    return cap > 0 ? cap * tanhf(product * cap_inverse) : product * scale;
+    // tanh(x) = 1 - 2 / (exp(2 x) + 1)
+    return cap > 0 ? cap - 2 * cap / (exp2f(product * factor) + 1) : product * factor;
   }
 };
 
