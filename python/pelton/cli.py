@@ -1,4 +1,4 @@
-"""The command `pelton`: `generate` and `info`.
+"""The command `pelton`: `generate`, `info` and `doctor`.
 
 A command is one entry in `COMMANDS`: its name, a line of summary, a function that adds its arguments and one
 that runs it. Nothing heavy is imported before a command runs, so that `pelton info` works without torch and
@@ -443,7 +443,30 @@ def _print_info(info: dict[str, Any]) -> None:
     Console().print(table)
 
 
+# ---
+# doctor
+# ---
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for machines")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from . import doctor
+
+    findings = doctor.examine()
+    print(doctor.report(findings, args.json))
+    return int(any(finding.status == "error" for finding in findings))
+
+
 COMMANDS: tuple[Command, ...] = (
     Command("generate", "Complete a text or answer a message.", _generate_arguments, _generate),
     Command("info", "What this installation was built for, and what it finds here.", _info_arguments, _info),
+    Command(
+        "doctor",
+        "Look for what is wrong with this installation, and say what to do.",
+        _doctor_arguments,
+        _doctor,
+    ),
 )

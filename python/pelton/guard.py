@@ -44,10 +44,12 @@ from .errors import HardwareMismatch, InvalidValueError, did_you_mean
 __all__ = [
     "LEVELS",
     "Machine",
+    "best_cpu_profile",
     "check",
     "check_gpu",
     "describe",
     "find_mismatch",
+    "numbers",
     "this_machine",
     "uncovered_gpus",
 ]
@@ -183,7 +185,7 @@ def find_mismatch(info: Mapping[str, Any], machine: Machine, index: str = "") ->
             found, "linux on x86_64", "no build for this system: use a Linux machine with an x86-64 processor"
         )
     glibc = str(info["glibc"])
-    if machine.glibc is None or _numbers(machine.glibc) < _numbers(glibc):
+    if machine.glibc is None or numbers(machine.glibc) < numbers(glibc):
         found = f"glibc {machine.glibc}" if machine.glibc else "a C library that is not glibc"
         install = "use a newer Linux distribution (Debian 10, Ubuntu 20.04, RHEL 8 or later), or build from source on this one"
         return mismatch(found, f"glibc {glibc} or newer", install)
@@ -197,7 +199,7 @@ def find_mismatch(info: Mapping[str, Any], machine: Machine, index: str = "") ->
     floor = str(info["torch_floor"])
     if machine.torch is None:
         return mismatch("no torch", f"torch {floor} or newer", f'pip install "torch>={floor}"')
-    if _numbers(machine.torch) < _numbers(floor):
+    if numbers(machine.torch) < numbers(floor):
         return mismatch(
             f"torch {machine.torch}", f"torch {floor} or newer", f'pip install --upgrade "torch>={floor}"'
         )
@@ -265,7 +267,7 @@ def _card_mismatch(
         return f"{len(gpus)} GPUs", f"a GPU number {number}", f"use a number from 0 to {len(gpus) - 1}"
     gpu, driver = gpus[number], None if rocm else machine.driver
     least = str(info.get("minimum_driver", ""))
-    if driver and least and _numbers(driver) < _numbers(least):
+    if driver and least and numbers(driver) < numbers(least):
         return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
     best = fit(archs, gpu)
     if best is None:
@@ -275,7 +277,7 @@ def _card_mismatch(
             return found, wanted, _hiding(info, machine, os.environ)
         return f"GPU {number}, {gpu}", wanted, ""
     least = str(info.get("minimum_driver_ptx", ""))
-    if best[1].startswith("compute_") and driver and least and _numbers(driver) < _numbers(least):
+    if best[1].startswith("compute_") and driver and least and numbers(driver) < numbers(least):
         found = f"an NVIDIA driver for CUDA {driver} with GPU {number}, {gpu}"
         return (
             found,
@@ -310,7 +312,7 @@ _HIDING = (("CUDA_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 
 
 def _driver(least: str) -> str:
-    number = _DRIVERS.get(_numbers(least)[0]) if _numbers(least)[1] == 0 else None
+    number = _DRIVERS.get(numbers(least)[0]) if numbers(least)[1] == 0 else None
     return f"an NVIDIA driver for CUDA {least} or newer" + (f" (version {number} or newer)" if number else "")
 
 
@@ -335,7 +337,7 @@ def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
     1. Of the builds for the first GPU, the one whose arch is nearest to it.
     2. Of the builds for this CPU, the one of the highest level.
     """
-    best = _gpu_build(info, machine) or _cpu_build(info, machine)
+    best = _gpu_build(info, machine) or best_cpu_profile(info, machine)
     if best is None:
         return (
             "no build fits this machine: pelton needs a CPU with AVX2 and FMA, enabled by the operating system "
@@ -361,7 +363,8 @@ def _gpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
     return min(fitting)[1] if fitting else None
 
 
-def _cpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
+def best_cpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
+    """Of the profiles for CPUs that a build info names, the one of the highest level that the machine has."""
     order = list(LEVELS)
     fitting = [
         (max(order.index(level) for level in other["archs"]), str(other["profile"]))
@@ -372,10 +375,11 @@ def _cpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
     return max(fitting)[1] if fitting else None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version."""
     match = re.match(r"\d+(\.\d+)*", version)
-    numbers = tuple(map(int, match[0].split("."))) if match else (0,)
-    return (*numbers, 0, 0, 0)[:3]
+    parts = tuple(map(int, match[0].split("."))) if match else (0,)
+    return (*parts, 0, 0, 0)[:3]
 
 
 # --- the machine ---
@@ -449,13 +453,14 @@ def _torch() -> tuple[str | None, Mapping[str, str]]:
     spec = importlib.util.find_spec("torch")
     if spec is None:
         return None, {}
-    builds = {}
     try:
         text = (Path(spec.origin or "").parent / "version.py").read_text(encoding="utf-8")
-        pattern = r"""^(cuda|hip)\b[^=]*= *['"]([^'"]+)['"]"""
-        builds = dict(re.findall(pattern, text, re.MULTILINE))
-        return importlib.metadata.version("torch"), builds
-    except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
+    except (OSError, ValueError):
+        text = ""
+    pattern = r"""^(cuda|hip)\b[^=]*= *['"]([^'"]+)['"]"""
+    try:
+        return importlib.metadata.version("torch"), dict(re.findall(pattern, text, re.MULTILINE))
+    except importlib.metadata.PackageNotFoundError:
         import torch
 
         return _torch_says(torch)
@@ -571,7 +576,7 @@ def _torch_builds(version: str | None) -> Mapping[str, str | None]:
 
 
 def _described_driver(text: str, wrong: Callable[[str], InvalidValueError]) -> str:
-    if text and (not re.fullmatch(r"\d+\.\d+", text) or _numbers(text)[0] >= 100):
+    if text and (not re.fullmatch(r"\d+\.\d+", text) or numbers(text)[0] >= 100):
         raise wrong(
             f"driver: expected the CUDA version that the driver supports, such as '13.0' (nvidia-smi shows it), or "
             f"'' for no driver; found {text!r}"
