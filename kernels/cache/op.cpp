@@ -161,9 +161,12 @@ void* data_for_gpu(const char* op, const char* name, const Tensor& t) {
 void swap_blocks_on_gpu(const char* op, const Tensor& src, Tensor& dst, const Tensor& block_mapping,
                         CopyBlocksArgs args) {
   const Tensor& on_gpu = src.is_cuda() ? src : dst;
-  check_device(op, {{src.is_cuda() ? "src" : "dst", on_gpu}});
-  for (const NamedTensor& t : {NamedTensor{"src", src}, {"dst", dst}, {"block_mapping", block_mapping}}) {
-    if (!t.tensor.is_cpu()) check_device(op, {{src.is_cuda() ? "src" : "dst", on_gpu}, t});
+  if constexpr (kTensorsOnGpu) {
+    const NamedTensor first{src.is_cuda() ? "src" : "dst", on_gpu};
+    check_device(op, {first});
+    for (const NamedTensor& t : {NamedTensor{"src", src}, {"dst", dst}, {"block_mapping", block_mapping}}) {
+      if (!t.tensor.is_cpu()) check_device(op, {first, t});
+    }
   }
   args.from = data_for_gpu(op, "src", src);
   args.to = data_for_gpu(op, "dst", dst);

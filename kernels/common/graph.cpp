@@ -58,10 +58,10 @@ void graph_free(int64_t id) {
 
 }  // namespace
 
-void submit(std::function<void()> step, std::initializer_list<Tensor> uses) {
+void submit(std::function<void()> step, std::initializer_list<std::reference_wrapper<const Tensor>> uses) {
   step();
   if (!capturing) return;
-  capturing->uses.insert(capturing->uses.end(), uses);
+  capturing->uses.insert(capturing->uses.end(), uses.begin(), uses.end());
   capturing->steps.push_back(std::move(step));
 }
 

@@ -2,8 +2,6 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,11 +16,9 @@
 
 #include "dtype.h"
 #include "rows.h"
+#include "tensor.h"
 
 namespace pelton {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 template <class... Parts>
 [[noreturn, gnu::cold, gnu::noinline]] void fail(const Parts&... parts) {
@@ -96,7 +92,7 @@ void check_values(const char* op, const char* name, const int64_t* values, int64
 
 // A step of work on the CPU. It runs now; while a CPU graph is being captured on this thread
 // it is recorded as well, together with the tensors whose memory it uses (see graph.cpp).
-void submit(std::function<void()> step, std::initializer_list<Tensor> uses);
+void submit(std::function<void()> step, std::initializer_list<std::reference_wrapper<const Tensor>> uses);
 
 // Splits [0, n) over torch's own threads, at least `grain` items each.
 template <class F>

@@ -155,8 +155,7 @@ __global__ void __launch_bounds__(Threads) wide_norm_kernel(const NormArgs a, in
 
 template <class T, int N, int Threads, int Items, bool Add>
 void launch_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
-  constexpr int kRows = Threads < 128 ? 128 / Threads : 1;
-  static_assert(Threads <= kWarp || kRows == 1);
+  constexpr int kRows = rows_per_block(Threads);
   norm_kernel<T, N, Threads, Items, Add>
       <<<grid_size(ceil_div<int64_t>(rows, kRows)), dim3(Threads, kRows), 0, stream>>>(a, rows);
 }
