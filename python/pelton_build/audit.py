@@ -49,6 +49,7 @@ from pelton_build.audit_input import (
     require,
 )
 from pelton_build.audit_isa import LEVELS, allowed_features, cpu_features
+from pelton_build.audit_sbom import check_sbom
 from pelton_build.errors import BuildError
 from pelton_build.fatbin import FatbinError
 from pelton_build.settings import environment
@@ -71,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 MODULES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("audit", "audit_cuda", "audit_input", "audit_isa", "fatbin")
+    for name in ("audit", "audit_cuda", "audit_input", "audit_isa", "audit_sbom", "fatbin", "sbom")
 )
 """The files that decide what passes."""
 
@@ -514,6 +515,11 @@ def _judge_isa(name: str, used: Mapping[str, tuple[int, str]], levels: Sequence[
         own = LEVELS[arch.split("+")[0]]
         if own and not own & set(used):
             yield Finding("isa", name, f"no instruction of {arch}", f"code for {arch}, as the profile says")
+
+
+check("sbom", "the bill of materials lists what is linked or compiled into the binaries, and nothing else")(
+    check_sbom
+)
 
 
 @check("paths", "no path of the build machine and no user name in any file")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from . import cmake, glibc
+from . import cmake, glibc, sbom
 from .errors import BuildError, ChoiceError
 from .metadata import Distribution, building, distribution_of_sdist, distribution_of_wheel
 from .plan import Plan
@@ -258,8 +258,10 @@ def _requires(state: str, config_settings: ConfigSettings | None) -> list[str]:
     _set_environment(job.request.version)
     with building(job.distribution):
         requires: list[str] = _wrapped(f"get_requires_for_build_{state}")(dict(job.settings))
-    if state == "wheel" and glibc.needs_stubs(job.plan.glibc):
-        requires.append(glibc.REQUIREMENT)
+    if state == "wheel":
+        requires.append(sbom.REQUIREMENT)
+        if glibc.needs_stubs(job.plan.glibc):
+            requires.append(glibc.REQUIREMENT)
     return [*requires, *job.plan.build_requires]
 
 

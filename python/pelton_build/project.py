@@ -33,6 +33,8 @@ class ProjectSettings:
     fallback_version: str
     dependencies: tuple[str, ...]
     baseline_profile: str = ""
+    license: str = ""
+    """The key `project.license`, an SPDX expression."""
 
 
 def load_project(root: Path) -> ProjectSettings:
@@ -68,4 +70,8 @@ def parse_project(text: str) -> ProjectSettings:
         raise ProjectError(
             f"{FILE}: tool.{TABLE}.baseline-profile: expected a profile's name, found {baseline!r}"
         )
-    return ProjectSettings(version, tuple(dependencies), baseline)
+    project = data.get("project", {})
+    license = project.get("license", "") if isinstance(project, dict) else ""
+    return ProjectSettings(
+        version, tuple(dependencies), baseline, license if isinstance(license, str) else ""
+    )

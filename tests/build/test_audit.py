@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from pelton_build import audit
 from pelton_build.audit import AuditError, CannotRun, audit_wheel
 from wheel_factory import (
     CUDA_COMMON,
+    CUDA_INFO,
     HOST,
     HOST_NAME,
     INFO,
@@ -30,6 +32,7 @@ from wheel_factory import (
     LIBRARY_BASELINE,
     LIBRARY_NAME,
     WheelParts,
+    bill,
     cuda,
     cuda_images,
     labelled,
@@ -74,6 +77,18 @@ def with_stack_flags(flags: int | None) -> WheelParts:
     return GOOD.but(files={LIBRARY_NAME: bytes(data)})
 
 
+def with_bill(**changes: Any) -> WheelParts:
+    return GOOD.but(files={BILL: bill(GOOD.info, **changes)})
+
+
+def with_cudart(**changes: Any) -> WheelParts:
+    """A CUDA wheel on whose bill the runtime's entry is another."""
+    (entry,) = json.loads(bill(CUDA_INFO))["components"]
+    text = bill(CUDA_INFO, components=[{**entry, **changes}])
+    parts = cuda()
+    return parts.but(files={**parts.files, CUDA_BILL: text})
+
+
 def cuda_library(source: str) -> WheelParts:
     return cuda().but(files={LIBRARY_NAME: shared_object(source)})
 
@@ -106,6 +121,8 @@ def cuobjdump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 DLOPEN = HOST + 'void *dlopen(const char *, int); void *f(void) { return dlopen("x", 1); }'
 DIST_INFO = "pelton-0.1.0+cpu.avx2.dist-info"
+BILL = f"{DIST_INFO}/sboms/pelton.cdx.json"
+CUDA_BILL = "pelton-0.1.0+cu130.sm90.dist-info/sboms/pelton.cdx.json"
 INIT = "pelton/__init__.py"
 
 BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
@@ -256,6 +273,30 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
         lambda: GOOD.but(files={HOST_NAME: shared_object(HOST + "int f(int x) { return __builtin_popcount(x); }", "-mpopcnt")}), "isa", HOST_NAME, "POPCNT"),
     "another machine": (
         lambda: GOOD.but(files={LIBRARY_NAME: _patched(18, b"\xb7\x00")}), "isa", LIBRARY_NAME, "EM_AARCH64"),
+    "no bill of materials": (lambda: GOOD.but(without=(BILL,)), "sbom", BILL, "missing"),
+    "a bill that is no JSON": (lambda: GOOD.but(files={BILL: b"{"}), "sbom", BILL, "not readable"),
+    "a bill of another kind": (lambda: with_bill(bomFormat="SPDX"), "sbom", BILL, "SPDX 1.6"),
+    "a bill without a subject": (lambda: with_bill(metadata={}), "sbom", BILL, "not readable"),
+    "the bill of another version": (
+        lambda: with_bill(metadata={"component": {"name": "pelton", "version": "0.0.1"}}), "sbom", BILL, "of pelton 0.0.1"),
+    "a bill with a time stamp": (
+        lambda: with_bill(metadata={"timestamp": "2026-01-01T00:00:00Z", "component": {"name": "pelton", "version": GOOD.version}}),
+        "sbom", BILL, "a time stamp"),
+    "CUDA's runtime is not on the bill": (
+        lambda: cuda().but(files={**cuda().files, CUDA_BILL: bill(CUDA_INFO, components=[])}), "sbom", CUDA_BILL, "cudart is not listed"),
+    "another version of it": (
+        lambda: with_cudart(version="12.8"), "sbom", CUDA_BILL, "cudart 12.8"),
+    "no license of it": (lambda: with_cudart(licenses=[]), "sbom", CUDA_BILL, "cudart without a license"),
+    "libstdc++ is not on the bill": (
+        lambda: spoiled_library(source=LIBRARY + 'const char *f(void) { return "\\0St9bad_alloc\\0"; }'), "sbom", BILL, "libstdc++ is not listed"),
+    "pybind11 is not on the bill": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(HOST + 'const char *f(void) { return "__pybind11_internals_v11"; }')}),
+        "sbom", BILL, "pybind11 is not listed"),
+    "torch's headers are not on the bill": (lambda: with_needed("libtorch_cpu.so"), "sbom", BILL, "torch is not listed"),
+    "CUTLASS is not on the bill": (
+        lambda: cuda(CUDA_COMMON, cuda_images("norm/gpu.cu", K("_ZN7cutlass6kernelEv"))), "sbom", CUDA_BILL, "cutlass is not listed"),
+    "something that is not there is on the bill": (
+        lambda: with_bill(components=[{"name": "cudart", "version": "13.0.88"}]), "sbom", BILL, "cudart is listed"),
     "path of the checkout": (
         lambda: GOOD.but(files={INIT: f'ROOT = "{Path(audit.__file__).resolve().parents[2]}"\n'.encode()}), "paths", INIT, str(Path(audit.__file__).resolve().parents[2])),
     "home folder in a text": (lambda: GOOD.but(files={INIT: b"# see /home/ada/notes.txt\n"}), "paths", INIT, "/home/ada/notes.txt"),

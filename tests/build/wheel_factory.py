@@ -77,6 +77,7 @@ INFO: dict[str, Any] = {
     "library": "libpelton.so",
     "features": {"awq": False, "fast-math": False, "gptq": False, "marlin": False},
     "host_pythons": ["3.11"],
+    "toolchain": {"cxx": "gcc 12.2.0"},
     "plan": {
         "sources": [
             {"path": "norm/op.cpp", "family": "norm", "role": "op", "archs": []},
@@ -95,6 +96,7 @@ CUDA_INFO: dict[str, Any] = {
     "archs": ["sm_90a", "compute_90"],
     "version": "0.1.0+cu130.sm90",
     "label": "cu130.sm90",
+    "toolchain": {"cxx": "gcc 12.2.0", "cuda": "nvcc 13.0.88"},
     "plan": {
         "sources": [
             {
@@ -155,6 +157,18 @@ def cuda(*sources: Sequence[bytes], records: int | None = None, extra: str = "")
     )
 
 
+def bill(info: Mapping[str, Any], **changes: Any) -> bytes:
+    """A bill of materials: that of the good wheels, with other keys where `changes` say so."""
+    cuda = {"name": "cudart", "version": "13.0.88", "licenses": [{"expression": "LicenseRef-X"}]}
+    made = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "metadata": {"component": {"name": "pelton", "version": info["version"]}},
+        "components": [cuda] if info["backend"] == "cuda" else [],
+    }
+    return json.dumps({**made, **changes}).encode()
+
+
 def good_files() -> dict[str, bytes]:
     return {
         "pelton/__init__.py": b'"""The package."""\n',
@@ -187,6 +201,7 @@ def make_wheel(folder: Path, parts: WheelParts = WheelParts()) -> Path:
     files[f"{dist_info}/METADATA"] = parts.metadata.format(version=parts.version).encode()
     files[f"{dist_info}/WHEEL"] = parts.wheel.format(tag=parts.tag).encode()
     files[f"{dist_info}/licenses/LICENSE"] = b"License text\n"
+    files[f"{dist_info}/sboms/pelton.cdx.json"] = bill(parts.info)
     files.update(parts.files)
     for name in parts.without:
         del files[name]
