@@ -74,7 +74,8 @@ struct PairBatch {
 template <class Access>
 __global__ void __launch_bounds__(kCopyThreads)
     copy_blocks_kernel(const CopyBlocksArgs first_list, const CopyBlocksArgs second_list) {
-  const CopyBlocksArgs& a = blockIdx.y == 0 ? first_list : second_list;
+  CopyBlocksArgs a = first_list;  // a reference to one of two would put both into local memory
+  if (blockIdx.y != 0) a = second_list;
   const int64_t items = a.block_bytes / int64_t(sizeof(Access));
   const int lane = threadIdx.x % kWarp;
   // Whole warps go on, because lanes ask each other for pairs.
