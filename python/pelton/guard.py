@@ -25,6 +25,7 @@ the file leaves out is taken from the real one.  ``docs/install.md`` has an exam
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -38,7 +39,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ._gpus import Gpu, amd_gpus, ask_nvidia, fit, visible
+from ._gpus import Answer, Gpu, amd_gpus, ask_nvidia, fit, visible
 from .errors import HardwareMismatch, InvalidValueError, did_you_mean
 
 __all__ = [
@@ -156,7 +157,8 @@ def check_gpu(index: int) -> None:
     """
     from . import build_info
 
-    if build_info.path is None or build_info.backend == "cpu":
+    # PELTON_LIBRARY: the build info describes another library than the one that is used.
+    if build_info.path is None or build_info.backend == "cpu" or os.environ.get("PELTON_LIBRARY"):
         return
     info, machine = build_info.as_dict(), this_machine(gpus=True)
     mismatch = _gpu_mismatch(info, machine, index, os.environ.get("PELTON_INDEX", ""))
@@ -416,7 +418,7 @@ def real_machine(gpus: bool = False) -> Machine:
 
 
 def _with_gpus(machine: Machine) -> Machine:
-    answer = ask_nvidia(os.environ)
+    answer = _ask_nvidia(tuple(os.environ.get(name) for name in _NVIDIA_VARIABLES))
     amd = visible(amd_gpus(), os.environ)
     known = answer.driver is not None or amd
     return replace(
@@ -426,6 +428,16 @@ def _with_gpus(machine: Machine) -> Machine:
         rocm=_rocm_version(),
         gpu_note=answer.note,
     )
+
+
+# What the driver's answer depends on.
+_NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
+
+
+@functools.lru_cache(maxsize=4)
+def _ask_nvidia(environ: tuple[str | None, ...]) -> Answer:
+    """The answer, asked for once: it takes some tenths of a second."""
+    return ask_nvidia(os.environ)
 
 
 def _rocm_version(file: Path = Path("/opt/rocm/.info/version")) -> str | None:

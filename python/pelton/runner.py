@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import build_info, ops
+from . import build_info, guard, ops
 from .config import EngineConfig, ModelConfig
 from .cpu_graph import CpuGraph
 from .cuda_graph import CudaGraph
@@ -162,6 +162,8 @@ class Runner:
             choose_device(engine_config.device, ops.backend(), profile, torch.cuda.device_count)
         )
         self.on_gpu = self.device.type != "cpu"
+        if self.on_gpu:
+            guard.check_gpu(self.device.index)
         checkpoint = None if engine_config.load_format == "dummy" else open_checkpoint(engine_config.model)
         config = engine_config.resolve(model_config)
         assert config.max_model_len is not None
