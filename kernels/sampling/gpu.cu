@@ -1,8 +1,9 @@
 // One token per row of logits: argmax, or a draw from the softmax cut by min_p, top_k and top_p, without a
-// sort. A first kernel notes maxima and sums of slices of the rows; then one block a row finds cut and draw
-// by radix selection: a histogram over the logits, and a sorted list of the few tokens in the bin that
-// matters. The draw inverts the cumulative distribution, in the order of ids, or of probability where top_k
-// or top_p cut.
+// sort of the row. statistics_kernel notes maxima and sums of slices of the rows. sample_kernel, one block a
+// row, sorts the few tokens that can be drawn, or draws in the order of ids where nothing cuts. Rows where
+// more than that can be drawn are left to histogram_kernel and select_kernel: radix selection, bin by bin, of
+// each cut and of the draw.
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 
@@ -14,16 +15,18 @@ namespace {
 
 constexpr int kSliceThreads = 256;
 constexpr int kPerSliceThread = kSampleSlice / kSliceThreads;
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kChunksPerSlice = kSampleSlice / kSampleChunk;
-constexpr int kLoad = 4;     // tokens per access; a chunk is one access of a warp
-constexpr int kBins = 1024;  // one a thread
+constexpr int kLoad = 4;  // tokens per access; a chunk is one access of a warp
+constexpr int kBins = kSampleBins;
 constexpr int kList = 4096;  // tokens that can be sorted
 constexpr int kPerThread = kList / kThreads;
-constexpr int kHead = 256;  // where top_p is looked for before the whole row is
-static_assert(kSampleChunk == kLoad * kWarp && kBins == kThreads && kWarps == kWarp);
-static_assert(kSampleMaxVocab / kSampleSlice <= kThreads && kSampleSlice == kLoad * kThreads);
+constexpr int kHead = 128;     // chunks whose maxima bound the tokens among which top_p is looked for first
+constexpr int kChunks = 2048;  // looked at in one round
+static_assert(kSampleChunk == kLoad * kWarp && kWarps <= kWarp && kBins == kThreads &&
+              kChunks % kThreads == 0);
+static_assert(kSampleMaxVocab / kSampleSlice <= kThreads && kSampleSlice == kPerThread * kThreads);
 
 // Temperatures below are greedy, as in pelton.sampling.
 constexpr float kGreedyBelow = 1e-5f, kMinScale = 1e-30f;
@@ -76,73 +79,90 @@ __device__ __forceinline__ void load_logits(const T* logits, int64_t first, int6
   }
 }
 
-// The workspace of a row: statistics of its slices, then the greatest key of each chunk.
-__device__ __forceinline__ SliceStatistics* slices_of(const SampleArgs& args, int64_t row) {
-  return reinterpret_cast<SliceStatistics*>(static_cast<char*>(args.workspace) +
-                                            row * sample_workspace_bytes(args.vocab));
-}
-__device__ __forceinline__ uint32_t* chunks_of(const SampleArgs& args, int64_t row) {
-  return reinterpret_cast<uint32_t*>(slices_of(args, row) + sample_slices(args.vocab));
-}
+// The workspace of a row, its parts one after another.
+struct Workspace {
+  uint64_t* masses;             // of bins
+  SliceStatistics* statistics;  // of slices
+  uint32_t* counts;             // of bins
+  uint32_t* pending;            // whether the row is left to select_kernel
+  float* chunk_peaks;           // maxima of chunks
+
+  __device__ __forceinline__ Workspace(const SampleArgs& args, int64_t row) {
+    char* at = static_cast<char*>(args.workspace) + row * sample_workspace_bytes(args.vocab);
+    masses = reinterpret_cast<uint64_t*>(at);
+    statistics = reinterpret_cast<SliceStatistics*>(masses + kBins);
+    counts = reinterpret_cast<uint32_t*>(statistics + sample_slices(args.vocab));
+    pending = counts + kBins;
+    chunk_peaks = reinterpret_cast<float*>(pending + 2);
+  }
+};
 
 template <class T, bool Greedy>
 __global__ void __launch_bounds__(kSliceThreads) statistics_kernel(const SampleArgs args, bool aligned) {
+  constexpr int kLoads = kPerSliceThread / kLoad, kSliceWarps = kSliceThreads / kWarp;
   const int slices = int(sample_slices(args.vocab));
   const int64_t row = blockIdx.x / unsigned(slices);
   const int slice = int(blockIdx.x % unsigned(slices));
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const T* logits = static_cast<const T*>(args.logits) + row * args.stride;
-  constexpr int kLoads = kPerSliceThread / kLoad;
+  const Workspace workspace(args, row);
+  __shared__ float warp_peaks[kSliceWarps];
+  __shared__ uint32_t id, num_nan;
+  if (threadIdx.x == 0) {
+    id = 0xffffffffu;
+    num_nan = 0;
+  }
+  const auto id_of = [slice](int j, int i) {
+    return uint32_t(slice * kSampleSlice + (j * kSliceThreads + threadIdx.x) * kLoad + i);
+  };
   float v[kLoads][kLoad];
-  for (int j = 0; j < kLoads; ++j) {
-    const int64_t first = int64_t(slice) * kSampleSlice + (j * kSliceThreads + threadIdx.x) * kLoad;
-    load_logits(logits, first, args.vocab, aligned, v[j]);
-  }
-  uint64_t best = 0;
-  for (int j = 0; j < kLoads; ++j) {
-    uint64_t top = 0;
-    for (int i = 0; i < kLoad; ++i) {
-      const uint32_t id = slice * kSampleSlice + (j * kSliceThreads + threadIdx.x) * kLoad + i;
-      const uint64_t token = pack(key_of(v[j][i]), id);
-      top = token > top ? token : top;
-    }
-    best = top > best ? top : best;
-    if constexpr (!Greedy) {
-      uint32_t key = key_in(top);
-      for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-        const uint32_t other = shuffle_xor(key, mask);
-        key = other > key ? other : key;
-      }
-      if (lane == 0) {
-        chunks_of(args, row)[slice * kChunksPerSlice + j * (kSliceThreads / kWarp) + warp] = key;
-      }
-    }
-  }
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-    const uint64_t other = shuffle_xor(best, mask);
-    best = other > best ? other : best;
-  }
-  __shared__ uint64_t bests[kSliceThreads / kWarp];
-  if (lane == 0) bests[warp] = best;
-  __syncthreads();
-  for (const uint64_t other : bests) best = other > best ? other : best;
+  for (int j = 0; j < kLoads; ++j) load_logits(logits, id_of(j, 0), args.vocab, aligned, v[j]);
 
-  SliceStatistics statistics{best, 0.0f, 0.0f};
+  float own_peak = -INFINITY;
+  bool has_nan = false;
+  for (int j = 0; j < kLoads; ++j) {
+    float peak = -INFINITY;
+    for (int i = 0; i < kLoad; ++i) {
+      has_nan |= v[j][i] != v[j][i];
+      peak = fmaxf(peak, v[j][i]);
+    }
+    own_peak = fmaxf(own_peak, peak);
+    if constexpr (!Greedy) {
+      peak = warp_max(peak);
+      if (lane == 0) workspace.chunk_peaks[slice * kChunksPerSlice + j * kSliceWarps + warp] = peak;
+    }
+  }
+  float peak = warp_max(own_peak);
+  if (lane == 0) warp_peaks[warp] = peak;
+  __syncthreads();
+  for (const float other : warp_peaks) peak = fmaxf(peak, other);
+  if (has_nan) atomicAdd(&num_nan, 1u);
+  if (own_peak == peak) {
+    uint32_t first = 0xffffffffu;
+    for (int j = kLoads - 1; j >= 0; --j) {
+      for (int i = kLoad - 1; i >= 0; --i) first = v[j][i] == peak ? id_of(j, i) : first;
+    }
+    atomicMin(&id, first);
+  }
+
+  float scaled_sum = 0, sum = 0;
   if constexpr (!Greedy) {
-    if (is_finite(key_in(best))) {
-      const float peak = value_of(key_in(best)), scale = scale_of(args.temperature[row]);
-      float scaled_sum = 0, sum = 0;
+    if (peak > -INFINITY) {
+      const float scale = scale_of(args.temperature[row]);
       for (int j = 0; j < kLoads; ++j) {
         for (int i = 0; i < kLoad; ++i) {
           scaled_sum += expf((v[j][i] - peak) * scale);
           if (args.logprobs) sum += expf(v[j][i] - peak);
         }
       }
-      statistics.scaled_sum = block_sum<kSliceThreads>(scaled_sum);
-      if (args.logprobs) statistics.sum = block_sum<kSliceThreads>(sum);
     }
+    scaled_sum = block_sum<kSliceThreads>(scaled_sum);
+    if (args.logprobs) sum = block_sum<kSliceThreads>(sum);
   }
-  if (threadIdx.x == 0) slices_of(args, row)[slice] = statistics;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    workspace.statistics[slice] = {pack(num_nan ? kNanKey : key_of(peak), id), scaled_sum, sum};
+  }
 }
 
 // The best token of a row from those of its slices, in every lane of a warp.
@@ -160,21 +180,63 @@ __device__ uint64_t best_of(const SliceStatistics* statistics, int slices) {
 
 __global__ void greedy_kernel(const SampleArgs args) {
   const int64_t row = blockIdx.x;
-  const uint64_t best = best_of(slices_of(args, row), int(sample_slices(args.vocab)));
+  const uint64_t best = best_of(Workspace(args, row).statistics, int(sample_slices(args.vocab)));
   if (threadIdx.x == 0) args.out[row] = is_finite(key_in(best)) ? int64_t(id_in(best)) : -1;
 }
 
-// Everything about a row that its threads have in common.
-template <class T>
-struct Row {
-  const T* logits;
-  int64_t vocab;
-  int slices, chunks;
-  const SliceStatistics* statistics;
-  const uint32_t* chunk_keys;
-  bool aligned;
-  float peak, scale, floor;
+// Draw number `position` of the generator `seed`: pelton.sampling.uniform, after SplitMix64 (Steele, Lea,
+// Flood 2014), which is a function of a counter.
+__device__ __forceinline__ double uniform_of(uint64_t seed, uint64_t position) {
+  uint64_t x = seed + 0x9E3779B97F4A7C15u * (position + 1);
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return double((x ^ (x >> 31)) >> 12) * (1.0 / 4503599627370496.0);
+}
 
+// Everything about a row that its threads have in common. Kernels with it are compiled once: the dtype is
+// looked at with each access.
+struct Row {
+  Workspace workspace;
+  const char* logits;
+  int64_t vocab, top_k;
+  uint64_t best;
+  double uniform;
+  int slices, chunks;
+  DType dtype;
+  bool aligned, is_valid, is_greedy, with_k, with_p, with_min_p;
+  float peak, scale, floor, top_p;
+
+  __device__ Row(const SampleArgs& args, int64_t row, bool aligned)
+      : workspace(args, row), vocab(args.vocab), dtype(args.dtype), aligned(aligned) {
+    // all loads before the first use
+    const float temperature = args.temperature[row], min_p = args.min_p ? args.min_p[row] : 0.0f;
+    top_k = args.top_k ? args.top_k[row] : 0;
+    top_p = args.top_p ? args.top_p[row] : 1.0f;
+    const uint64_t seed = uint64_t(args.seeds[row]), position = uint64_t(args.positions[row]);
+    logits = static_cast<const char*>(args.logits) + row * args.stride * (dtype == DType::f32 ? 4 : 2);
+    slices = int(sample_slices(vocab));
+    chunks = int(ceil_div<int64_t>(vocab, kSampleChunk));
+    best = best_of(workspace.statistics, slices);
+    is_valid = is_finite(key_in(best));
+    is_greedy = !(temperature >= kGreedyBelow);
+    with_k = top_k > 0 && top_k < vocab;
+    with_p = top_p < 1.0f;
+    with_min_p = min_p > 0.0f;
+    peak = value_of(key_in(best));
+    scale = scale_of(temperature);
+    floor = with_min_p ? fmaxf(kLowest, fminf(float(log(double(min_p))), 0.0f)) : kLowest;
+    uniform = uniform_of(seed, position);
+  }
+
+  __device__ __forceinline__ void load(int64_t first, float (&v)[kLoad]) const {
+    if (dtype == DType::f32) {
+      load_logits(reinterpret_cast<const float*>(logits), first, vocab, aligned, v);
+    } else if (dtype == DType::f16) {
+      load_logits(reinterpret_cast<const f16*>(logits), first, vocab, aligned, v);
+    } else {
+      load_logits(reinterpret_cast<const bf16*>(logits), first, vocab, aligned, v);
+    }
+  }
   // The logarithm of a token's probability relative to the most likely one's: 0 or less.
   __device__ __forceinline__ float log_weight(float logit) const { return (logit - peak) * scale; }
   __device__ __forceinline__ float log_weight_of(uint32_t key) const { return log_weight(value_of(key)); }
@@ -206,7 +268,8 @@ struct Shared {
     Histogram fine;
   };
   uint64_t partial[kWarps];
-  uint32_t size;
+  uint32_t size, num_chunks;
+  uint16_t chunks[kChunks];
   Token token;
   Place place;
 };
@@ -225,40 +288,55 @@ __device__ uint64_t block_scan(Shared& shared, uint64_t own, uint64_t& total) {
   __syncthreads();
   if (lane == kWarp - 1) shared.partial[warp] = sum;
   __syncthreads();
-  const uint64_t sums = scan(shared.partial[lane]);
+  const uint64_t sums = scan(lane < kWarps ? shared.partial[lane] : 0);
   total = shuffle(sums, kWarp - 1);
   const uint64_t before = shuffle(sums, warp == 0 ? 0 : warp - 1);
   return (warp == 0 ? 0 : before) + sum - own;
 }
 
-// Calls use(logit, id) for the tokens of the chunks whose greatest key is wanted, and for padding of
-// -infinity.
-template <class T, class Want, class Use>
-__device__ __forceinline__ void for_each_token(const Row<T>& row, const Want& want, const Use& use) {
+// Calls use(logit, id) for the tokens of the chunks whose maximum is wanted, and for padding of -infinity.
+template <class Want, class Use>
+__device__ __forceinline__ void for_each_token(Shared& shared, const Row& row, const Want& want,
+                                               const Use& use) {
   constexpr int kAhead = 4;  // loads in flight
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  for (int first = warp * kAhead; first < row.chunks; first += kWarps * kAhead) {
-    float v[kAhead][kLoad];
-    bool wanted[kAhead];
-    for (int a = 0; a < kAhead; ++a) {
-      wanted[a] = first + a < row.chunks && want(row.chunk_keys[first + a]);
-      if (wanted[a]) {
-        load_logits(row.logits, int64_t(first + a) * kSampleChunk + lane * kLoad, row.vocab, row.aligned,
-                    v[a]);
+  for (int start = 0; start < row.chunks; start += kChunks) {
+    // the wanted ones of the next chunks, so that all warps have work
+    __syncthreads();
+    if (threadIdx.x == 0) shared.num_chunks = 0;
+    __syncthreads();
+    for (int i = int(threadIdx.x); i < kChunks && start + i < row.chunks; i += kThreads) {
+      if (want(row.workspace.chunk_peaks[start + i])) {
+        shared.chunks[atomicAdd(&shared.num_chunks, 1u)] = uint16_t(i);
       }
     }
-    for (int a = 0; a < kAhead; ++a) {
-      if (!wanted[a]) continue;
-      for (int i = 0; i < kLoad; ++i) use(v[a][i], uint32_t((first + a) * kSampleChunk + lane * kLoad + i));
+    __syncthreads();
+    const int count = int(shared.num_chunks);
+    for (int first = warp * kAhead; first < count; first += kWarps * kAhead) {
+      float v[kAhead][kLoad];
+      uint32_t id[kAhead];
+      for (int a = 0; a < kAhead; ++a) {
+        if (first + a >= count) continue;
+        id[a] = uint32_t((start + shared.chunks[first + a]) * kSampleChunk + lane * kLoad);
+        row.load(id[a], v[a]);
+      }
+      for (int a = 0; a < kAhead; ++a) {
+        if (first + a >= count) continue;
+        for (int i = 0; i < kLoad; ++i) use(v[a][i], id[a] + i);
+      }
     }
   }
 }
 
+template <int Threads>
 __device__ __forceinline__ void clear(Histogram& bins) {
-  bins.count[threadIdx.x] = bins.low[threadIdx.x] = bins.high[threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < kBins; i += Threads) bins.count[i] = bins.low[i] = bins.high[i] = 0;
 }
-__device__ __forceinline__ void add(Histogram& bins, int bin, uint64_t mass) {
-  atomicAdd(&bins.count[bin], 1u);
+__device__ __forceinline__ uint64_t mass_of(const Histogram& bins, int bin) {
+  return uint64_t(bins.high[bin]) << 32 | bins.low[bin];
+}
+__device__ __forceinline__ void add(Histogram& bins, int bin, uint64_t mass, bool with_count) {
+  if (with_count) atomicAdd(&bins.count[bin], 1u);
   const uint32_t low = uint32_t(mass), old = atomicAdd(&bins.low[bin], low);
   const uint32_t high = uint32_t(mass >> 32) + (old + low < low);  // with the carry
   if (high) atomicAdd(&bins.high[bin], high);
@@ -268,12 +346,12 @@ __device__ __forceinline__ void add(Histogram& bins, int bin, uint64_t mass) {
 struct Scanned {
   uint64_t count, mass, count_before, mass_before, total_count, total_mass;
 };
-__device__ Scanned scan(Shared& shared, const Histogram& bins) {
+__device__ Scanned scan(Shared& shared, uint64_t count, uint64_t mass) {
   Scanned s;
-  s.count = bins.count[threadIdx.x];
-  s.mass = uint64_t(bins.high[threadIdx.x]) << 32 | bins.low[threadIdx.x];
-  s.count_before = block_scan(shared, s.count, s.total_count);
-  s.mass_before = block_scan(shared, s.mass, s.total_mass);
+  s.count = count;
+  s.mass = mass;
+  s.count_before = block_scan(shared, count, s.total_count);
+  s.mass_before = block_scan(shared, mass, s.total_mass);
   return s;
 }
 
@@ -290,12 +368,12 @@ __device__ Place find(Shared& shared, const Scanned& s, bool by_mass, uint64_t t
 
 // Puts the tokens that are accepted on the list, in any order, and returns how many they are: more than kList
 // are not on it.
-template <class T, class Want, class Accept>
-__device__ uint32_t gather(Shared& shared, const Row<T>& row, const Want& want, const Accept& accept) {
+template <class Want, class Accept>
+__device__ uint32_t gather(Shared& shared, const Row& row, const Want& want, const Accept& accept) {
   __syncthreads();
   if (threadIdx.x == 0) shared.size = 0;
   __syncthreads();
-  for_each_token(row, want, [&](float logit, uint32_t id) {
+  for_each_token(shared, row, want, [&](float logit, uint32_t id) {
     if (!accept(logit)) return;
     const uint32_t place = atomicAdd(&shared.size, 1u);
     if (place < kList) shared.list[place] = pack(key_of(logit), id);
@@ -308,6 +386,30 @@ __device__ uint32_t gather(Shared& shared, const Row<T>& row, const Want& want, 
 __device__ void sort(Shared& shared, uint32_t size) {
   uint32_t padded = 2;
   while (padded < size) padded *= 2;
+  if (padded <= kThreads) {  // one token a thread; short steps within warps
+    uint64_t own = threadIdx.x < size ? shared.list[threadIdx.x] : 0;
+    __syncthreads();
+    uint32_t buffer = 0;
+    for (uint32_t run = 2; run <= padded; run *= 2) {
+      for (uint32_t step = run / 2; step > 0; step /= 2) {
+        uint64_t other;
+        if (step < kWarp) {
+          other = shuffle_xor(own, int(step));
+        } else {
+          shared.list[buffer + threadIdx.x] = own;
+          __syncthreads();
+          other = shared.list[buffer + (threadIdx.x ^ step)];
+          buffer ^= kThreads;
+        }
+        const bool keep_greater = ((threadIdx.x & step) == 0) == ((threadIdx.x & run) == 0);
+        if ((other > own) == keep_greater) own = other;
+      }
+    }
+    __syncthreads();
+    shared.list[threadIdx.x] = own;
+    __syncthreads();
+    return;
+  }
   for (uint32_t i = size + threadIdx.x; i < padded; i += kThreads) shared.list[i] = 0;
   __syncthreads();
   for (uint32_t run = 2; run <= padded; run *= 2) {
@@ -325,17 +427,19 @@ __device__ void sort(Shared& shared, uint32_t size) {
   }
 }
 
-// A thread's part of the sorted list.
+// A thread's part of the sorted list: `count` tokens, or fewer at the list's end.
 struct Listed {
+  uint32_t count;
   uint64_t before, own[kPerThread], total;
 };
-template <class T>
-__device__ Listed scan_list(Shared& shared, const Row<T>& row, uint32_t size) {
+__device__ Listed scan_list(Shared& shared, const Row& row, uint32_t size) {
   Listed listed;
+  listed.count = (size + kThreads - 1) / kThreads;
   uint64_t sum = 0;
-  for (int i = 0; i < kPerThread; ++i) {
-    const uint32_t place = threadIdx.x * kPerThread + i;
-    listed.own[i] = place < size ? units_of(row.log_weight_of(key_in(shared.list[place]))) : 0;
+  for (uint32_t i = 0; i < kPerThread; ++i) {
+    const uint32_t place = threadIdx.x * listed.count + i;
+    const bool mine = i < listed.count && place < size;
+    listed.own[i] = mine ? units_of(row.log_weight_of(key_in(shared.list[place]))) : 0;
     sum += listed.own[i];
   }
   listed.before = block_scan(shared, sum, listed.total);
@@ -345,9 +449,10 @@ __device__ Listed scan_list(Shared& shared, const Row<T>& row, uint32_t size) {
 __device__ Token find(Shared& shared, const Listed& listed, bool by_mass, uint64_t target) {
   __syncthreads();
   uint64_t before = listed.before;
-  for (int i = 0; i < kPerThread; ++i) {
-    const uint32_t place = threadIdx.x * kPerThread + i;
-    if (by_mass ? before <= target && target - before < listed.own[i] : place == target) {
+  for (uint32_t i = 0; i < kPerThread; ++i) {
+    const uint32_t place = threadIdx.x * listed.count + i;
+    if (i < listed.count &&
+        (by_mass ? before <= target && target - before < listed.own[i] : place == target)) {
       shared.token = {shared.list[place], before + listed.own[i]};
     }
     before += listed.own[i];
@@ -356,22 +461,30 @@ __device__ Token find(Shared& shared, const Listed& listed, bool by_mass, uint64
   return shared.token;
 }
 
+// A thread's part of a slice: consecutive tokens.
+__device__ __forceinline__ void load_part(const Row& row, uint32_t first, float (&v)[kPerThread]) {
+  for (int j = 0; j < kPerThread / kLoad; ++j) {
+    float part[kLoad];
+    row.load(first + j * kLoad, part);
+    for (int i = 0; i < kLoad; ++i) v[j * kLoad + i] = part[i];
+  }
+}
+
 // The n-th token, by id, of those whose logit has this key.
-template <class T>
-__device__ uint32_t nth_equal(Shared& shared, const Row<T>& row, uint32_t key, uint64_t n) {
+__device__ uint32_t nth_equal(Shared& shared, const Row& row, uint32_t key, uint64_t n) {
   for (int slice = 0; slice < row.slices; ++slice) {
-    if (key_in(row.statistics[slice].best) < key) continue;
-    const uint32_t first = slice * kSampleSlice + threadIdx.x * kLoad;
-    float v[kLoad];
-    load_logits(row.logits, first, row.vocab, row.aligned, v);
+    if (key_in(row.workspace.statistics[slice].best) < key) continue;
+    const uint32_t first = slice * kSampleSlice + threadIdx.x * kPerThread;
+    float v[kPerThread];
+    load_part(row, first, v);
     uint64_t own = 0, total;
-    for (int i = 0; i < kLoad; ++i) own += key_of(v[i]) == key;
+    for (int i = 0; i < kPerThread; ++i) own += key_of(v[i]) == key;
     uint64_t before = block_scan(shared, own, total);
     if (n >= total) {
       n -= total;
       continue;
     }
-    for (int i = 0; i < kLoad; ++i) {
+    for (int i = 0; i < kPerThread; ++i) {
       if (key_of(v[i]) == key && before++ == n) shared.size = first + i;
     }
     break;
@@ -381,20 +494,18 @@ __device__ uint32_t nth_equal(Shared& shared, const Row<T>& row, uint32_t key, u
 }
 
 // The first token, from the most likely one on, with which the count, or the mass, exceeds the target.
-template <class T>
-__device__ __noinline__ Token select(Shared& shared, const Row<T>& row, const Scanned& scanned, bool by_mass,
-                                     uint64_t target) {
+__device__ __forceinline__ Token select(Shared& shared, const Row& row, const Scanned& scanned, bool by_mass,
+                                        uint64_t target) {
   Place place = find(shared, scanned, by_mass, target);
   uint64_t count_before = place.count_before, mass_before = place.mass_before;
   const int bin = int(place.index);
-  if (place.count <= kList) {
-    gather(
-        shared, row, [&](uint32_t key) { return bin_of(row.log_weight_of(key)) <= bin; },
-        [&](float logit) {
-          const float x = row.log_weight(logit);
-          return row.is_alive(x) && bin_of(x) == bin;
-        });
-  } else {
+  uint32_t size = gather(
+      shared, row, [&](float peak) { return bin_of(row.log_weight(peak)) <= bin; },
+      [&](float logit) {
+        const float x = row.log_weight(logit);
+        return row.is_alive(x) && bin_of(x) == bin;
+      });
+  if (size > kList) {
     // Too many for the list: find the bin's range of keys, and divide that further.
     const uint32_t top = key_of(row.peak);
     uint32_t low = key_of(-FLT_MAX), high = top;
@@ -418,42 +529,43 @@ __device__ __noinline__ Token select(Shared& shared, const Row<T>& row, const Sc
       }
     }
     low = lowest;
-    while (place.count > kList && low < high) {
+    while (size > kList && low < high) {
       int shift = 0;
       while ((high - low) >> shift >= kBins) ++shift;
       __syncthreads();
-      clear(shared.fine);
+      clear<kThreads>(shared.fine);
       __syncthreads();
       for_each_token(
-          row, [&](uint32_t key) { return key >= low; },
+          shared, row, [&](float peak) { return key_of(peak) >= low; },
           [&](float logit, uint32_t) {
             const uint32_t key = key_of(logit);
             if (low <= key && key <= high)
-              add(shared.fine, (high - key) >> shift, units_of(row.log_weight(logit)));
+              add(shared.fine, (high - key) >> shift, units_of(row.log_weight(logit)), true);
           });
       __syncthreads();
-      const Scanned fine = scan(shared, shared.fine);
+      const Scanned fine = scan(shared, shared.fine.count[threadIdx.x], mass_of(shared.fine, threadIdx.x));
       place = find(shared, fine, by_mass, target - (by_mass ? mass_before : count_before));
+      size = place.count;
       count_before += place.count_before;
       mass_before += place.mass_before;
       high -= place.index << shift;
       const uint32_t width = (1u << shift) - 1;
       low = high - low > width ? high - width : low;
     }
-    if (place.count > kList) {  // all equal
+    if (size > kList) {  // all equal
       const uint64_t mass = units_of(row.log_weight_of(high));
       const uint64_t n = by_mass ? (target - mass_before) / mass : target - count_before;
       return {pack(high, nth_equal(shared, row, high, n)), mass_before + (n + 1) * mass};
     }
     gather(
-        shared, row, [&](uint32_t key) { return key >= low; },
+        shared, row, [&](float peak) { return key_of(peak) >= low; },
         [&](float logit) {
           const uint32_t key = key_of(logit);
           return low <= key && key <= high;
         });
   }
-  sort(shared, place.count);
-  const Listed listed = scan_list(shared, row, place.count);
+  sort(shared, size);
+  const Listed listed = scan_list(shared, row, size);
   Token token = find(shared, listed, by_mass, target - (by_mass ? mass_before : count_before));
   token.through += mass_before;
   return token;
@@ -461,11 +573,10 @@ __device__ __noinline__ Token select(Shared& shared, const Row<T>& row, const Sc
 
 // Sum of exp(logit) over the row relative to its maximum, with or without temperature; the same in every
 // thread.
-template <class T>
-__device__ double sum_of(const Row<T>& row, bool scaled) {
+__device__ double sum_of(const Row& row, bool scaled) {
   double sum = 0;
   for (int i = threadIdx.x % kWarp; i < row.slices; i += kWarp) {
-    const SliceStatistics& s = row.statistics[i];
+    const SliceStatistics& s = row.workspace.statistics[i];
     const float below = value_of(key_in(s.best)) - row.peak;
     sum += scaled ? double(s.scaled_sum) * expf(below * row.scale) : double(s.sum) * expf(below);
   }
@@ -484,99 +595,69 @@ __device__ __forceinline__ uint64_t draw(double uniform, uint64_t total) {
   return target < total ? target : total - 1;
 }
 
-template <class T>
-__device__ uint64_t draw_by_probability(Shared& shared, const Row<T>& row, int64_t top_k, float top_p,
-                                        bool with_min_p, double uniform) {
-  const bool with_k = top_k > 0 && top_k < row.vocab, with_p = top_p < 1.0f;
+// A draw among tokens in the order of their probability, if those that can be drawn fit on the list.
+__device__ bool draw_from_list(Shared& shared, const Row& row, uint64_t& token) {
   // The bins that surely hold all tokens that can be drawn; for top_p, those that usually do. The k greatest
   // maxima of chunks bound the k-th logit from below.
   int last_bin = kBins - 1;
-  if (row.vocab > kList && (with_k || !with_min_p)) {
-    const int64_t wanted = with_k ? top_k : kHead < row.chunks ? kHead : row.chunks;
-    clear(shared.bins);
+  if (row.vocab > kList && (row.with_k || !row.with_min_p)) {
+    const int64_t wanted = row.with_k ? row.top_k : kHead < row.chunks ? kHead : row.chunks;
+    clear<kThreads>(shared.bins);
     __syncthreads();
     for (int i = threadIdx.x; i < row.chunks; i += kThreads) {
-      const float x = row.log_weight_of(row.chunk_keys[i]);
+      const float x = row.log_weight(row.workspace.chunk_peaks[i]);
       if (row.is_alive(x)) atomicAdd(&shared.bins.count[bin_of(x)], 1u);
     }
     __syncthreads();
     Scanned s{};
     s.count = shared.bins.count[threadIdx.x];
     s.count_before = block_scan(shared, s.count, s.total_count);
-    if (uint64_t(wanted) <= s.total_count) last_bin = int(find(shared, s, false, wanted - 1).index);
-  }
-  const bool complete = with_k || last_bin == kBins - 1;
-  const uint32_t size = gather(
-      shared, row,
-      [&](uint32_t key) {
-        const float x = row.log_weight_of(key);
-        return row.is_alive(x) && bin_of(x) <= last_bin;
-      },
-      [&](float logit) {
-        const float x = row.log_weight(logit);
-        return row.is_alive(x) && bin_of(x) <= last_bin;
-      });
-  if (size <= kList) {
-    sort(shared, size);
-    const uint32_t kept_size = with_k && top_k < size ? uint32_t(top_k) : size;
-    const Listed listed = scan_list(shared, row, size);
-    uint64_t kept = find(shared, listed, false, kept_size - 1).through;
-    bool reached = true;
-    if (with_p) {
-      const uint64_t goal = top_p_goal(top_p, complete ? kept : uint64_t(sum_of(row, true) * kUnit));
-      reached = goal <= kept;
-      if (reached) kept = find(shared, listed, true, goal - 1).through;
+    if (uint64_t(wanted) <= s.total_count) {
+      last_bin = int(find(shared, s, false, wanted - 1).index);
+    } else if (s.total_count > kHead) {
+      return false;  // too many, or nearly so
     }
-    if (reached) return find(shared, listed, true, draw(uniform, kept)).token;
   }
-
-  __syncthreads();
-  clear(shared.bins);
-  __syncthreads();
-  for_each_token(
-      row, [&](uint32_t key) { return row.is_alive(row.log_weight_of(key)); },
-      [&](float logit, uint32_t) {
-        const float x = row.log_weight(logit);
-        if (row.is_alive(x)) add(shared.bins, bin_of(x), units_of(x));
-      });
-  __syncthreads();
-  const Scanned scanned = scan(shared, shared.bins);
-  uint64_t kept = scanned.total_mass;
-  if (with_k && uint64_t(top_k) < scanned.total_count)
-    kept = select(shared, row, scanned, false, top_k - 1).through;
-  if (with_p) kept = select(shared, row, scanned, true, top_p_goal(top_p, kept) - 1).through;
-  return select(shared, row, scanned, true, draw(uniform, kept)).token;
+  const bool is_complete = row.with_k || last_bin == kBins - 1;
+  const auto is_wanted = [&](float logit) {
+    const float x = row.log_weight(logit);
+    return row.is_alive(x) && bin_of(x) <= last_bin;
+  };
+  const uint32_t size = gather(shared, row, is_wanted, is_wanted);
+  if (size > kList) return false;
+  sort(shared, size);
+  const Listed listed = scan_list(shared, row, size);
+  uint64_t kept = listed.total;
+  if (row.with_k && row.top_k < size) kept = find(shared, listed, false, row.top_k - 1).through;
+  if (row.with_p) {
+    const uint64_t goal = top_p_goal(row.top_p, is_complete ? kept : uint64_t(sum_of(row, true) * kUnit));
+    if (goal > kept) return false;
+    kept = find(shared, listed, true, goal - 1).through;
+  }
+  token = find(shared, listed, true, draw(row.uniform, kept)).token;
+  return true;
 }
 
-template <class T>
-__device__ uint64_t draw_by_id(Shared& shared, const Row<T>& row, bool with_min_p, double uniform) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  // masses of slices
-  if (with_min_p) {
-    for (int slice = warp; slice < row.slices; slice += kWarps) {
-      uint64_t sum = 0;
-      for (int c = slice * kChunksPerSlice; c < (slice + 1) * kChunksPerSlice; ++c) {
-        if (!row.is_alive(row.log_weight_of(row.chunk_keys[c]))) continue;
-        float v[kLoad];
-        load_logits(row.logits, int64_t(c) * kSampleChunk + lane * kLoad, row.vocab, row.aligned, v);
-        for (int i = 0; i < kLoad; ++i) {
-          const float x = row.log_weight(v[i]);
-          if (row.is_alive(x)) sum += units_of(x);
-        }
-      }
-      for (int mask = kWarp / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-      if (lane == 0) shared.list[slice] = sum;
-    }
+// A draw among tokens in the order of their ids, which only min_p may cut: first the slice, then the token in
+// it.
+__device__ uint64_t draw_by_id(Shared& shared, const Row& row) {
+  if (row.with_min_p) {
+    clear<kThreads>(shared.bins);
+    const auto is_alive = [&](float logit) { return row.is_alive(row.log_weight(logit)); };
+    for_each_token(shared, row, is_alive, [&](float logit, uint32_t id) {
+      if (is_alive(logit)) add(shared.bins, int(id / kSampleSlice), units_of(row.log_weight(logit)), false);
+    });
     __syncthreads();
   }
   uint64_t own = 0, total;
   if (int(threadIdx.x) < row.slices) {
-    const SliceStatistics& s = row.statistics[threadIdx.x];
-    own = with_min_p ? shared.list[threadIdx.x]
-                     : uint64_t(double(s.scaled_sum) * expf(row.log_weight_of(key_in(s.best))) * kUnit + 0.5);
+    const SliceStatistics& s = row.workspace.statistics[threadIdx.x];
+    own = row.with_min_p
+              ? mass_of(shared.bins, threadIdx.x)
+              : uint64_t(double(s.scaled_sum) * expf(row.log_weight_of(key_in(s.best))) * kUnit + 0.5);
   }
   const uint64_t before = block_scan(shared, own, total);
-  const uint64_t target = draw(uniform, total);
+  const uint64_t target = draw(row.uniform, total);
   __syncthreads();
   if (before <= target && target - before < own) {
     // The fraction of the slice that lies before the draw, as another draw inside of it.
@@ -587,19 +668,19 @@ __device__ uint64_t draw_by_id(Shared& shared, const Row<T>& row, bool with_min_
   const int slice = int(shared.place.index);
   const double inside = double(shared.place.mass_before) / kUnit;
 
-  const float peak = value_of(key_in(row.statistics[slice].best));
-  const uint32_t first = slice * kSampleSlice + threadIdx.x * kLoad;
-  float v[kLoad];
-  load_logits(row.logits, first, row.vocab, row.aligned, v);
-  uint64_t mass[kLoad], sum = 0, all;
-  for (int i = 0; i < kLoad; ++i) {
-    const bool kept = !with_min_p || row.is_alive(row.log_weight(v[i]));
+  const float peak = value_of(key_in(row.workspace.statistics[slice].best));
+  const uint32_t first = slice * kSampleSlice + threadIdx.x * kPerThread;
+  float v[kPerThread];
+  load_part(row, first, v);
+  uint64_t mass[kPerThread], sum = 0, all;
+  for (int i = 0; i < kPerThread; ++i) {
+    const bool kept = !row.with_min_p || row.is_alive(row.log_weight(v[i]));
     mass[i] = kept ? units_of((v[i] - peak) * row.scale) : 0;
     sum += mass[i];
   }
   uint64_t through = block_scan(shared, sum, all);
   const uint64_t goal = draw(inside, all);
-  for (int i = 0; i < kLoad; ++i) {
+  for (int i = 0; i < kPerThread; ++i) {
     if (through <= goal && goal - through < mass[i]) shared.token.token = pack(key_of(v[i]), first + i);
     through += mass[i];
   }
@@ -607,50 +688,84 @@ __device__ uint64_t draw_by_id(Shared& shared, const Row<T>& row, bool with_min_
   return shared.token.token;
 }
 
-// Draw number `position` of the generator `seed`: pelton.sampling.uniform, after SplitMix64 (Steele, Lea,
-// Flood 2014), which is a function of a counter.
-__device__ __forceinline__ double uniform_of(uint64_t seed, uint64_t position) {
-  uint64_t x = seed + 0x9E3779B97F4A7C15u * (position + 1);
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return double((x ^ (x >> 31)) >> 12) * (1.0 / 4503599627370496.0);
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads) sample_kernel(const SampleArgs args, bool aligned) {
-  __shared__ Shared shared;
-  const int64_t index = blockIdx.x;
-  Row<T> row;
-  row.vocab = args.vocab;
-  row.logits = static_cast<const T*>(args.logits) + index * args.stride;
-  row.slices = int(sample_slices(args.vocab));
-  row.chunks = int(ceil_div<int64_t>(args.vocab, kSampleChunk));
-  row.statistics = slices_of(args, index);
-  row.chunk_keys = chunks_of(args, index);
-  row.aligned = aligned;
-  uint64_t token = best_of(row.statistics, row.slices);
-  const bool valid = is_finite(key_in(token));
-  const float temperature = args.temperature[index];
-  row.peak = value_of(key_in(token));
-  if (valid && temperature >= kGreedyBelow) {
-    const int64_t top_k = args.top_k ? args.top_k[index] : 0;
-    const float top_p = args.top_p ? args.top_p[index] : 1.0f, min_p = args.min_p ? args.min_p[index] : 0.0f;
-    const bool with_min_p = min_p > 0.0f;
-    row.scale = scale_of(temperature);
-    row.floor = kLowest;
-    if (with_min_p) row.floor = fmaxf(kLowest, fminf(float(log(double(min_p))), 0.0f));
-    const double uniform = uniform_of(uint64_t(args.seeds[index]), uint64_t(args.positions[index]));
-    token = (top_k > 0 && top_k < row.vocab) || top_p < 1.0f
-                ? draw_by_probability(shared, row, top_k, top_p, with_min_p, uniform)
-                : draw_by_id(shared, row, with_min_p, uniform);
-  }
+__device__ void write(const SampleArgs& args, int64_t index, const Row& row, uint64_t token) {
   if (args.logprobs) {
     const double sum = sum_of(row, false);
     if (threadIdx.x == 0) {
-      args.logprobs[index] = valid ? float(double(value_of(key_in(token)) - row.peak) - log(sum)) : NAN;
+      const float below = value_of(key_in(token)) - row.peak;
+      args.logprobs[index] = row.is_valid ? float(double(below) - log(sum)) : NAN;
     }
   }
-  if (threadIdx.x == 0) args.out[index] = valid ? int64_t(id_in(token)) : -1;
+  if (threadIdx.x == 0) args.out[index] = row.is_valid ? int64_t(id_in(token)) : -1;
+}
+
+__global__ void __launch_bounds__(kThreads, 2) sample_kernel(const SampleArgs args, bool aligned) {
+  __shared__ Shared shared;
+  const Row row(args, blockIdx.x, aligned);
+  uint64_t token = row.best;
+  bool done = true;
+  if (row.is_valid && !row.is_greedy) {
+    if (row.with_k || row.with_p) {
+      done = draw_from_list(shared, row, token);
+    } else {
+      token = draw_by_id(shared, row);
+    }
+  }
+  if (done) write(args, blockIdx.x, row, token);
+  if (threadIdx.x == 0) *row.workspace.pending = !done;
+  if (!done) row.workspace.masses[threadIdx.x] = row.workspace.counts[threadIdx.x] = 0;
+}
+
+// Counts and masses of the bins of pending rows. `parts` blocks share a row.
+__global__ void __launch_bounds__(kSliceThreads, 4)
+    histogram_kernel(const SampleArgs args, bool aligned, int parts) {
+  const int64_t index = blockIdx.x / unsigned(parts);
+  if (!*Workspace(args, index).pending) return;
+  const Row row(args, index, aligned);
+  __shared__ Histogram bins;
+  clear<kSliceThreads>(bins);
+  __syncthreads();
+  constexpr int kLoads = kPerSliceThread / kLoad;
+  for (int slice = int(blockIdx.x % unsigned(parts)); slice < row.slices; slice += parts) {
+    float v[kLoads][kLoad];
+    for (int j = 0; j < kLoads; ++j) {
+      row.load(int64_t(slice) * kSampleSlice + (j * kSliceThreads + int(threadIdx.x)) * kLoad, v[j]);
+    }
+    for (int j = 0; j < kLoads; ++j) {
+      for (int i = 0; i < kLoad; ++i) {
+        const float x = row.log_weight(v[j][i]);
+        if (row.is_alive(x)) add(bins, bin_of(x), units_of(x), row.with_k);
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBins; i += kSliceThreads) {
+    const unsigned long long mass = mass_of(bins, i);
+    if (mass == 0) continue;
+    atomicAdd(reinterpret_cast<unsigned long long*>(&row.workspace.masses[i]), mass);
+    if (row.with_k) atomicAdd(&row.workspace.counts[i], bins.count[i]);
+  }
+}
+
+// Pending rows: the cut of top_k, that of top_p, and the draw.
+__global__ void __launch_bounds__(kThreads, 1) select_kernel(const SampleArgs args, bool aligned) {
+  if (!*Workspace(args, blockIdx.x).pending) return;
+  __shared__ Shared shared;
+  const Row row(args, blockIdx.x, aligned);
+  const Scanned scanned = scan(shared, row.workspace.counts[threadIdx.x], row.workspace.masses[threadIdx.x]);
+  uint64_t kept = scanned.total_mass;
+  Token token{};
+#pragma unroll 1
+  for (int step = 0; step < 3; ++step) {
+    if (step == 0 && !(row.with_k && uint64_t(row.top_k) < scanned.total_count)) continue;
+    if (step == 1 && !row.with_p) continue;
+    const uint64_t target = step == 0   ? row.top_k - 1
+                            : step == 1 ? top_p_goal(row.top_p, kept) - 1
+                                        : draw(row.uniform, kept);
+    token = select(shared, row, scanned, step > 0, target);
+    kept = token.through;
+  }
+  write(args, blockIdx.x, row, token.token);
 }
 
 template <class T>
@@ -664,12 +779,18 @@ bool can_load_vectors(const SampleArgs& args) {
 
 int sample(const SampleArgs& args, int64_t rows, void* stream) {
   if (rows == 0) return 0;
+  const auto on = cudaStream_t(stream);
+  const int64_t slices = sample_slices(args.vocab);
   dispatch(args.dtype, [&](auto zero) {
     using T = decltype(zero);
     const bool aligned = can_load_vectors<T>(args);
-    const unsigned blocks = unsigned(rows * sample_slices(args.vocab));
-    statistics_kernel<T, false><<<blocks, kSliceThreads, 0, cudaStream_t(stream)>>>(args, aligned);
-    sample_kernel<T><<<unsigned(rows), kThreads, 0, cudaStream_t(stream)>>>(args, aligned);
+    statistics_kernel<T, false><<<unsigned(rows * slices), kSliceThreads, 0, on>>>(args, aligned);
+    sample_kernel<<<unsigned(rows), kThreads, 0, on>>>(args, aligned);
+    if (!args.top_k && !args.top_p) return;
+    const int64_t resident = 8 * device_properties().multiprocessors;
+    const int64_t parts = std::min(slices, ceil_div(resident, rows));
+    histogram_kernel<<<unsigned(rows * parts), kSliceThreads, 0, on>>>(args, aligned, int(parts));
+    select_kernel<<<unsigned(rows), kThreads, 0, on>>>(args, aligned);
   });
   return launch_result();
 }

@@ -24,6 +24,7 @@ struct SampleArgs {
 // noted.
 constexpr int kSampleSlice = 4096;
 constexpr int kSampleChunk = 128;
+constexpr int kSampleBins = 512;
 // Beyond this the fixed-point masses of all tokens together could exceed 64 bits.
 constexpr int64_t kSampleMaxVocab = 1 << 20;
 
@@ -37,7 +38,8 @@ PELTON_HOST_DEVICE constexpr int64_t sample_slices(int64_t vocab) {
 }
 PELTON_HOST_DEVICE constexpr int64_t sample_workspace_bytes(int64_t vocab) {
   return sample_slices(vocab) *
-         int64_t(sizeof(SliceStatistics) + kSampleSlice / kSampleChunk * sizeof(uint32_t));
+             int64_t(sizeof(SliceStatistics) + kSampleSlice / kSampleChunk * sizeof(float)) +
+         kSampleBins * int64_t(sizeof(uint64_t) + sizeof(uint32_t)) + 2 * int64_t(sizeof(uint32_t));
 }
 
 // GPU launchers return the runtime's error, 0 for none.
