@@ -12,6 +12,14 @@ the machine's speed meets all of them. Per round and engine:
 
 The table shows medians over the rounds and the ratio to Pelton. Engines whose package is not installed
 are named as missing.
+
+On a GPU no checkpoint is needed: the weights are random numbers, made on the device in the shape of a known model.
+
+    python benchmarks/engine.py --device cuda --model llama-3-8b --batch 1 32 256 --prompt 512 --json results.json
+
+Pelton is then also asked how much of a decode step is its kernels' own time: the step's wall time beside the sum of
+the durations of its kernels, as the profiler tells them, and beside the same recorded step started again and again
+with nothing in between.
 """
 
 from __future__ import annotations
@@ -27,15 +35,66 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], None]
+Generate = Callable[[list[list[int]], int], dict[str, float] | None]
 Settings = dict[str, Any]
 
-PACKAGES = {"pelton": "pelton", "transformers": "transformers", "llama.cpp": "xllamacpp", "vllm": "vllm"}
+PACKAGES = {
+    "pelton": "pelton",
+    "transformers": "transformers",
+    "transformers-static": "transformers",
+    "llama.cpp": "xllamacpp",
+    "vllm": "vllm",
+}
+
+#: config.json of models whose weights are made up
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "vocab_size": 128256,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def model_folder(folder: Path, settings: Settings) -> Path:
+    """Where the model is: on a GPU a folder with nothing but a config.json."""
+    if settings["device"] == "cpu":
+        return folder / f"hf-{settings['dtype']}"
+    target = folder / settings["model"]
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps({**SHAPES[settings["model"]], "dtype": settings["dtype"]}))
+    return target
 
 
 def open_pelton(folder: Path, settings: Settings) -> Generate:
@@ -45,36 +104,93 @@ def open_pelton(folder: Path, settings: Settings) -> Generate:
     torch.set_num_threads(settings["threads"])
     from pelton import LLM, SamplingParams
 
+    on_gpu = settings["device"] != "cpu"
     llm = LLM(
-        str(folder / f"hf-{settings['dtype']}"),
+        str(model_folder(folder, settings)),
+        device=settings["device"],
+        load_format="dummy" if on_gpu else "auto",
         dtype=settings["dtype"],
         max_model_len=settings["context"],
         max_num_seqs=max(settings["batch"]),
+        max_num_batched_tokens=8192 if on_gpu else 2048,
+        gpu_memory_utilization=0.45,  # the peers are loaded, too
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> None:
+    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, float] | None:
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        asked = [{"prompt_token_ids": p} for p in prompts]
+        if new_tokens == 0:  # a question that only this engine knows
+            return decode_step_times(llm, asked) if on_gpu else None
+        outputs = llm.generate(asked, params, use_tqdm=False)
         assert all(len(o.outputs[0].token_ids) == new_tokens for o in outputs)
+        return None
 
     return generate
 
 
-def open_transformers(folder: Path, settings: Settings) -> Generate:
+def decode_step_times(llm: Any, asked: list[dict[str, list[int]]]) -> dict[str, float]:
+    """Seconds of a decode step: in the engine, its recording alone, and the sum of its kernels."""
+    import torch
+
+    from pelton import SamplingParams
+
+    def run(count: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        llm.generate(asked, params, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    few, many = 8, 72
+    run(few)
+    step = (run(many) - run(few)) / (many - few)
+    runner = llm.engine.runner
+    size = next(s for s in runner._graph_sizes if s >= len(asked))
+    graph = runner._graphs[size]
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    first.record()
+    for _ in range(20):
+        graph.replay()
+    last.record()
+    torch.cuda.synchronize()
+    replay = first.elapsed_time(last) / 20e3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(5):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels: dict[str, float] = {}
+    for event in events:
+        kernels[event.name] = kernels.get(event.name, 0.0) + event.device_time / 5e6
+    for name, seconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
+        print(f"{seconds * 1e6:9.1f} us  {name[:120]}", file=sys.stderr)
+    return {"step": step, "replay": replay, "kernels": sum(kernels.values())}
+
+
+def open_transformers(folder: Path, settings: Settings, **options: Any) -> Generate:
     """Transformers' `generate` with static batching."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(settings["threads"])
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / f"hf-{settings['dtype']}", dtype=getattr(torch, settings["dtype"])
-    )
+    dtype = getattr(torch, settings["dtype"])
+    if settings["device"] == "cpu":
+        model = AutoModelForCausalLM.from_pretrained(model_folder(folder, settings), dtype=dtype)
+    else:
+        from transformers import AutoConfig
+
+        with torch.device(settings["device"]):
+            config = AutoConfig.from_pretrained(model_folder(folder, settings))
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=settings["device"])
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -82,10 +198,16 @@ def open_transformers(folder: Path, settings: Settings) -> Generate:
                 do_sample=False,
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
+                **options,
             )
         assert out.shape[1] == ids.shape[1] + new_tokens
 
     return generate
+
+
+def open_transformers_static(folder: Path, settings: Settings) -> Generate:
+    """Transformers with its static cache, which compiles the decode step."""
+    return open_transformers(folder, settings, cache_implementation="static")
 
 
 def open_llama_cpp(folder: Path, settings: Settings) -> Generate:
@@ -159,6 +281,7 @@ ISA_LIMITS = {
 OPENERS: dict[str, Callable[[Path, Settings], Generate]] = {
     "pelton": open_pelton,
     "transformers": open_transformers,
+    "transformers-static": open_transformers_static,
     "llama.cpp": open_llama_cpp,
     "vllm": open_vllm,
 }
@@ -174,8 +297,8 @@ def worker(name: str, folder: Path, settings: Settings) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         start, cpu = time.perf_counter(), time.process_time()
-        generate(request["prompts"], request["new_tokens"])
-        taken = {"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        extra = generate(request["prompts"], request["new_tokens"])
+        taken = {"wall": time.perf_counter() - start, "cpu": time.process_time() - cpu, **(extra or {})}
         print(json.dumps(taken), file=answers, flush=True)
 
 
@@ -244,6 +367,7 @@ def measure(peers: list[Peer], batch: int, settings: Settings) -> list[dict[str,
                 {
                     "decode": further / (full["wall"] - one["wall"]),
                     "prefill": batch * settings["prompt"] / one["wall"],
+                    "first_token": one["wall"],
                     "cpu_per_token": (full["cpu"] - one["cpu"]) / further,
                 }
             )
@@ -258,7 +382,7 @@ def measure(peers: list[Peer], batch: int, settings: Settings) -> list[dict[str,
     ]
 
 
-def environment() -> dict[str, Any]:
+def environment(device: str) -> dict[str, Any]:
     """What the figures depend on."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -272,9 +396,14 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             # a source tree on the path is there, too, without metadata
             versions[name] = "source tree" if importlib.util.find_spec(package) else "missing"
+    gpu = "none"
+    if device != "cpu":
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        gpu = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": model,
+        "gpu": gpu,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "versions": versions,
@@ -285,10 +414,18 @@ def environment() -> dict[str, Any]:
 def main() -> None:
     """Command line; see the module's text."""
     parser = argparse.ArgumentParser(description="engine throughput beside its peers")
-    parser.add_argument("folder", type=Path, help="folder written by benchmarks/models.py")
-    parser.add_argument("--engines", nargs="+", choices=list(OPENERS), default=list(OPENERS))
+    parser.add_argument("folder", type=Path, nargs="?", help="folder written by benchmarks/models.py (CPU)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--model", default="llama-3-8b", choices=list(SHAPES), help="shape of the weights (GPU)"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=list(OPENERS), help="default: all that the device has"
+    )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
-    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", nargs="+", choices=["float32", "bfloat16"], help="default: float32, GPU bfloat16"
+    )
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens a sequence")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -301,18 +438,26 @@ def main() -> None:
     if arguments.worker:
         worker(arguments.worker, arguments.folder, json.loads(arguments.settings))
         return
+    on_gpu = arguments.device != "cpu"
+    if arguments.folder is None and not on_gpu:
+        parser.error("the folder with the models is missing (see benchmarks/models.py)")
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="pelton-bench-"))
+    on_cpu_alone, on_gpu_alone = {"llama.cpp", "vllm"}, {"transformers-static"}
+    engines = arguments.engines or [n for n in OPENERS if n not in (on_cpu_alone if on_gpu else on_gpu_alone)]
 
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    report: dict[str, Any] = {"environment": environment(), "results": []}
-    missing = [n for n in arguments.engines if report["environment"]["versions"][n] == "missing"]
+    report: dict[str, Any] = {"environment": environment(arguments.device), "results": []}
+    missing = [n for n in engines if report["environment"]["versions"][n] == "missing"]
     if missing:
         console.print(f"not installed, not measured: {', '.join(missing)}")
-    for dtype in arguments.dtype:
+    for dtype in arguments.dtype or ["bfloat16" if on_gpu else "float32"]:
         settings: Settings = {
             "dtype": dtype,
+            "device": arguments.device,
+            "model": arguments.model,
             "batch": arguments.batch,
             "prompt": arguments.prompt,
             "new_tokens": arguments.new_tokens,
@@ -321,7 +466,7 @@ def main() -> None:
             "rounds": arguments.rounds,
             "isa": arguments.isa,
         }
-        peers = [Peer(n, arguments.folder, settings) for n in arguments.engines if n not in missing]
+        peers = [Peer(n, folder, settings) for n in engines if n not in missing]
         for batch in arguments.batch:
             rows = measure(peers, batch, settings)
             own = next((r for r in rows if r["engine"] == "pelton"), None)
@@ -332,6 +477,7 @@ def main() -> None:
                 "pelton is",
                 "prefill tok/s",
                 "pelton is ",
+                "first token ms",
                 "cpu ms/token",
             ):
                 table.add_column(column, justify="left" if column == "engine" else "right")
@@ -344,10 +490,19 @@ def main() -> None:
                     ratios[0],
                     f"{row['prefill']:.0f}",
                     ratios[1],
+                    f"{row['first_token'] * 1e3:.1f}",
                     f"{row['cpu_per_token'] * 1e3:.2f}",
                 )
             console.print(table)
             report["results"].extend(rows)
+            if on_gpu and own:
+                pelton = next(peer for peer in peers if peer.name == "pelton")
+                times = pelton.ask([[7] * arguments.prompt] * batch, 0)
+                own["decode_step"] = {name: times[name] for name in ("step", "replay", "kernels")}
+                parts = ", ".join(
+                    f"{name} {times[name] * 1e3:.3f} ms" for name in ("step", "replay", "kernels")
+                )
+                console.print(f"decode step of batch {batch}: {parts}")
         for peer in peers:
             peer.close()
     if arguments.json:

@@ -234,16 +234,21 @@ def plan_gpu_kv_cache(
                 f"({format_bytes(needed)}), kv_cache_memory is {budget} bytes ({format_bytes(budget)}): give at least "
                 f"{needed}, or {advice}"
             )
+        helps = [advice] if memory.left > 0 else []
         if memory.activations:
-            advice += ", lower max_num_batched_tokens or max_num_seqs (activations)"
+            helps.append("lower max_num_batched_tokens or max_num_seqs (activations)")
         if memory.graphs:
-            advice += ", set enforce_eager=True (no CUDA graphs)"
+            helps.append("set enforce_eager=True (no CUDA graphs)")
         if memory.utilization < 0.95:
-            advice += ", raise gpu_memory_utilization"
+            helps.append("raise gpu_memory_utilization")
+        if memory.others > memory.total // 8:
+            helps.append("end other processes on this GPU")
+        helps.append("use a smaller model or dtype")
+        what = f"max_model_len={max_model_len} needs a KV cache of {needed} bytes ({format_bytes(needed)})"
+        if memory.left <= 0:
+            what = "nothing is left for the KV cache"
         raise CapacityError(
-            f"out of GPU memory: max_model_len={max_model_len} needs a KV cache of {needed} bytes "
-            f"({format_bytes(needed)}) for one sequence. {memory.describe(needed)}. What helps: {advice}, or use a "
-            "smaller model or dtype, or a GPU with more memory"
+            f"out of GPU memory: {what}. {memory.describe(needed)}. What helps: {', '.join(helps)}"
         )
     most = max(max_num_seqs * blocks_per_sequence, MOST_SPARE_BLOCKS, blocks_per_sequence) + 1
     if kv_cache_memory is None and num_blocks > most:

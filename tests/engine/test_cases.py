@@ -215,10 +215,10 @@ def test_ctrl_c_leaves_a_usable_engine(llm, monkeypatch):
     steps = iter(range(100))
     execute = llm.engine.runner.execute
 
-    def interrupted(plan):
+    def interrupted(*arguments):
         if next(steps) == 3:
             raise KeyboardInterrupt
-        return execute(plan)
+        return execute(*arguments)
 
     monkeypatch.setattr(llm.engine.runner, "execute", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from model_driver import DATA, Driver, copy_model
+from model_driver import DATA, DEVICE, Driver, copy_model
+from pelton import LLM, SamplingParams
 
 RECORDED = [
     (model, variant)
@@ -135,6 +137,32 @@ def test_same_logits_as_transformers(name: str, tiny_models: Any) -> None:
         torch.testing.assert_close(
             driver.all_logits(token_ids).double(), _reference(reference, token_ids), atol=2e-4, rtol=2e-4
         )
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama-longrope"])
+def test_same_greedy_tokens_as_transformers(name: str, tiny_models: Any) -> None:
+    """In float32 on one device, for a batch of prompts of different lengths that start together."""
+    folder, reference = tiny_models(name)
+    model = copy.deepcopy(reference).float().to(DEVICE)
+    prompts = [[(7 * i * i + 3 * i + 11 * seed) % 97 for i in range(3 + 9 * seed)] for seed in range(5)]
+    expected = []
+    for prompt in prompts:
+        with torch.no_grad():
+            ids = torch.tensor([prompt], device=DEVICE)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=24,
+                min_new_tokens=24,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        expected.append(out[0, len(prompt) :].tolist())
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for options in ({}, {"enforce_eager": True, "max_num_batched_tokens": 16, "block_size": 8}):
+        llm = LLM(folder, dtype="float32", skip_tokenizer_init=True, kv_cache_memory="8MiB", **options)
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3"])
