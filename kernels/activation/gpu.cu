@@ -7,19 +7,19 @@
 namespace pelton::gpu {
 namespace {
 
-constexpr int kUnroll = 2;  // outputs of a thread that are under way together
+constexpr int kThreads = 256;
 
 struct Silu {
   __device__ __forceinline__ float operator()(float x) const {
     // For a very negative x the exponential is infinite and the quotient 0.
-    return x / (1.f + expf(-x));
+    return divide(x, 1.f + expf(-x));
   }
 };
 
 struct GeluTanh {
   __device__ __forceinline__ float operator()(float x) const {
     // 0.5 x (1 + tanh u) = x / (1 + e^-2u), which keeps its relative precision where tanh u is near -1.
-    return x / (1.f + expf(x * fmaf(x * x, 0.044715f, 1.f) * -1.59576912f));
+    return divide(x, 1.f + expf(x * fmaf(x * x, 0.044715f, 1.f) * -1.59576912f));
   }
 };
 
@@ -27,7 +27,7 @@ struct GeluTanh {
 struct GeluErf {
   __device__ __forceinline__ float operator()(float x) const {
     const float s = fminf(fabsf(x), 15.f);  // there the tail is 0
-    const float reciprocal = 1.f / (s + 4.f), t = (s - 4.f) * reciprocal;
+    const float reciprocal = divide(1.f, s + 4.f), t = (s - 4.f) * reciprocal;
     float p = -1.317516235e-04f;
     p = fmaf(p, t, 1.804945744e-04f);
     p = fmaf(p, t, 1.571447872e-03f);
@@ -46,50 +46,35 @@ struct GeluErf {
 };
 
 template <class T, int N, class F>
-__global__ void gated_kernel(const GatedActivationArgs a, int64_t rows, F activation) {
-  const int64_t items = a.width / N, step = int64_t(gridDim.y) * blockDim.x;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < rows;
-       row += int64_t(gridDim.x) * blockDim.y) {
-    const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
-    const T* up = gate + a.width;
-    T* out = static_cast<T*>(a.out) + row * a.out_stride;
-    for (int64_t first = blockIdx.y * int64_t(blockDim.x) + threadIdx.x; first < items;
-         first += kUnroll * step) {
-      Vector<T, N> gates[kUnroll], ups[kUnroll];
+__global__ void __launch_bounds__(kThreads)
+    gated_kernel(const GatedActivationArgs a, int64_t count, Divisor vectors_per_row, F activation) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= count) return;
+  int64_t column;
+  const int64_t row = vectors_per_row.divide(i, column);
+  const T* from = static_cast<const T*>(a.x) + row * a.x_stride + column * N;
+  const auto gate = Packed<T, N>::load(from), up = Packed<T, N>::load(from + a.width);
+  float result[N];
 #pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        if (first + k * step >= items) continue;
-        gates[k] = load_vector<T, N>(gate + (first + k * step) * N);
-        ups[k] = load_vector<T, N>(up + (first + k * step) * N);
-      }
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        if (first + k * step >= items) continue;
-        Vector<T, N> result;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          result[i] = from_float<T>(activation(to_float(gates[k][i])) * to_float(ups[k][i]));
-        }
-        store_vector(out + (first + k * step) * N, result);
-      }
-    }
-  }
+  for (int k = 0; k < N; ++k) result[k] = activation(gate[k]) * up[k];
+  Packed<T, N>::rounded(result).store(static_cast<T*>(a.out) + row * a.out_stride + column * N);
+}
+
+template <class T, int N, class F>
+void launch(const GatedActivationArgs& a, int64_t rows, F activation, cudaStream_t stream) {
+  const int64_t vectors_per_row = a.width / N, count = rows * vectors_per_row;
+  gated_kernel<T, N, F><<<grid_size(ceil_div<int64_t>(count, kThreads)), kThreads, 0, stream>>>(
+      a, count, Divisor(vectors_per_row), activation);
 }
 
 template <class T, class F>
 void run(const GatedActivationArgs& a, int64_t rows, F activation, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T);
-  const bool wide = access_bytes({address(a.x), address(a.out), a.width * kBytes, a.x_stride * kBytes,
-                                  a.out_stride * kBytes}) == 16;
-  const auto launch = [&](auto kernel, int64_t items) {
-    const RowGrid shape(rows, items, kUnroll);
-    kernel<<<shape.grid, shape.block, 0, stream>>>(a, rows, activation);
-  };
-  constexpr int N = kVectorWidth<T>;
-  if (wide) {
-    launch(gated_kernel<T, N, F>, a.width / N);
+  if (access_bytes({address(a.x), address(a.out), a.width * kBytes, a.x_stride * kBytes,
+                    a.out_stride * kBytes}) == 16) {
+    launch<T, kVectorWidth<T>>(a, rows, activation, stream);
   } else {
-    launch(gated_kernel<T, 1, F>, a.width);
+    launch<T, 1>(a, rows, activation, stream);
   }
 }
 

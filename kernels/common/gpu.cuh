@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #if !defined(PELTON_EMULATION) && !defined(__HIP_PLATFORM_AMD__)
 #define PELTON_CUDA 1
@@ -17,6 +18,7 @@
 #endif
 
 #include "dtype.h"
+#include "rows.h"
 
 namespace pelton::gpu {
 
@@ -29,8 +31,9 @@ __host__ __device__ constexpr T ceil_div(T a, T b) {
   return (a + b - 1) / b;
 }
 
-// Blocks of a grid for `count` of them. Kernels go on by the size of the grid when there are more.
-inline unsigned grid_size(int64_t count) { return unsigned(std::min<int64_t>(count, 0x7fffffff)); }
+// The most blocks that a grid can have, and a grid of `blocks` that no launch accepts when there are more.
+constexpr int64_t kMaxBlocks = 0x7fffffff;
+inline unsigned grid_size(int64_t blocks) { return blocks <= kMaxBlocks ? unsigned(blocks) : 0; }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(f16 x) {
@@ -145,18 +148,86 @@ inline void dispatch_access(int bytes, F&& f) {
   }
 }
 
-// Threads over the items of many rows: blocks of x items by y rows, a grid of rows (x) by items (y). Kernels
-// go on by the size of the grid, which no count exceeds.
-struct RowGrid {
-  dim3 grid, block;
+// Division of indexes by a number that is the same for all threads, without the long code of a division of
+// 64-bit integers. Exact for indexes below 2^52.
+struct Divisor {
+  int64_t value;
+  double inverse;
 
-  RowGrid(int64_t rows, int64_t items, int items_per_thread, int threads = 256) {
-    const int64_t wanted = ceil_div<int64_t>(items, items_per_thread);
-    int x = 1;
-    while (x < threads && x < wanted) x *= 2;
-    block = dim3(unsigned(x), unsigned(threads / x));
-    grid = dim3(grid_size(ceil_div<int64_t>(rows, threads / x)),
-                unsigned(std::min<int64_t>(ceil_div<int64_t>(wanted, x), 65535)));
+  explicit Divisor(int64_t v) : value(v), inverse(1.0 / double(v)) {}
+
+  __device__ __forceinline__ int64_t divide(int64_t index, int64_t& rest) const {
+    int64_t quotient = int64_t(double(index) * inverse);  // off by 1 at most
+    rest = index - quotient * value;
+    if (rest < 0) --quotient, rest += value;
+    if (rest >= value) ++quotient, rest -= value;
+    return quotient;
+  }
+};
+
+// RowLayout, for kernels.
+struct DeviceRows {
+  Divisor per_group;
+  int64_t stride, group_stride;
+
+  explicit DeviceRows(const RowLayout& rows)
+      : per_group(rows.per_group), stride(rows.stride), group_stride(rows.group_stride) {}
+
+  __device__ __forceinline__ int64_t offset(int64_t row) const {
+    if (row < per_group.value) return row * stride;
+    int64_t rest;
+    return per_group.divide(row, rest) * group_stride + rest * stride;
+  }
+};
+
+// N elements that stay packed while they wait in registers: a Vector's 16-bit elements take a register each.
+template <class T, int N>
+struct Packed {
+  static constexpr bool kWords = sizeof(T) * N % 4 == 0;
+  using Word = std::conditional_t<kWords, uint32_t, uint16_t>;
+  static constexpr int kCount = int(sizeof(T) * N / sizeof(Word));
+  Vector<Word, kCount> words;
+
+  static __device__ __forceinline__ Packed load(const T* from) {
+    return {load_vector<Word, kCount>(reinterpret_cast<const Word*>(from))};
+  }
+  __device__ __forceinline__ void store(T* to) const { store_vector(reinterpret_cast<Word*>(to), words); }
+
+  static __device__ __forceinline__ Packed rounded(const float (&values)[N]) {
+    Packed result;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        memcpy(&result.words[i], &values[i], 4);
+      } else if constexpr (kWords) {
+        result.words[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
+      } else {
+        result.words[i] = from_float<T>(values[i]).bits;
+      }
+    }
+    return result;
+  }
+
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      float value;
+      memcpy(&value, &words[i], 4);
+      return value;
+    } else if constexpr (kWords) {
+      return to_float(T{uint16_t(words[i / 2] >> (16 * (i % 2)))});
+    } else {
+      return to_float(T{words[i]});
+    }
+  }
+
+  // The compiler forgets what it computed from the elements, which else stay in registers as floats, too.
+  __device__ __forceinline__ void forget() {
+#ifdef PELTON_CUDA
+    if constexpr (kWords) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(words[i]));
+    }
+#endif
   }
 };
 
@@ -171,6 +242,15 @@ __device__ __forceinline__ T shuffle(T v, int lane) {
 template <class T>
 __device__ __forceinline__ T shuffle_xor(T v, int mask) {
   return __shfl_xor_sync(kAllLanes, v, mask, kWarp);
+}
+
+// e^x / y and the like need no more: x / y to two units in the last place, 0 where y is beyond 2^126.
+__device__ __forceinline__ float divide(float x, float y) {
+#ifdef PELTON_CUDA
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
 }
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.40282347e38f; }

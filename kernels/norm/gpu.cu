@@ -8,14 +8,14 @@
 namespace pelton::gpu {
 namespace {
 
-// Both operators: `sum` is x, or x plus the residual, which is then stored to the residual.
+// Both operators; the fused one stores x plus the residual to the residual and goes on with that.
 struct NormArgs {
   void* out;
   const void* x;
   void* residual;  // null: there is none
   const void* weight;
   int64_t width, residual_stride;
-  RowLayout x_rows, out_rows;
+  DeviceRows x_rows, out_rows;
   float eps;
 };
 
@@ -47,139 +47,154 @@ __device__ __forceinline__ float inverse_rms(const NormArgs& a, Squares&& square
 }
 
 template <class T, int N>
-__device__ __forceinline__ float sum_of_squares(const Vector<T, N>& v, float scale) {
+__device__ __forceinline__ float sum_of_squares(const Packed<T, N>& v, float scale) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const float x = to_float(v[i]) * scale;
+    const float x = v[i] * scale;
     sum = fmaf(x, x, sum);
   }
   return sum;
 }
 
 template <class T, int N>
-__device__ __forceinline__ Vector<T, N> added(const Vector<T, N>& x, const Vector<T, N>& residual) {
-  Vector<T, N> sum;
+__device__ __forceinline__ Packed<T, N> added(const Packed<T, N>& x, const Packed<T, N>& residual) {
+  float sum[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = from_float<T>(to_float(x[i]) + to_float(residual[i]));
-  return sum;
+  for (int i = 0; i < N; ++i) sum[i] = x[i] + residual[i];
+  return Packed<T, N>::rounded(sum);
 }
 
 template <class T, int N>
-__device__ __forceinline__ Vector<T, N> scaled(const Vector<T, N>& x, float scale,
-                                               const Vector<T, N>& weight) {
-  Vector<T, N> out;
+__device__ __forceinline__ Packed<T, N> normalized(const Packed<T, N>& x, float scale,
+                                                   const Packed<T, N>& weight) {
+  float out[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = from_float<T>(to_float(x[i]) * scale * to_float(weight[i]));
-  return out;
+  for (int i = 0; i < N; ++i) out[i] = x[i] * scale * weight[i];
+  return Packed<T, N>::rounded(out);
 }
 
-// Rows of at most Threads * Items accesses of N elements; blockDim.y rows a block, 1 when Threads exceed a
-// warp.
-template <class T, int N, int Threads, int Items, bool Add>
-__global__ void norm_kernel(const NormArgs a, int64_t rows) {
-  const int items = int(a.width / N);
+// Rows a block, when a row has this many threads.
+template <int Threads>
+constexpr int kRowsPerBlock = Threads <= kWarp ? 128 / Threads : 1;
+
+// Rows of at most Threads * Items vectors. EarlyWeight: the weight is loaded with the row, which takes more
+// registers and waits once instead of twice.
+template <class T, int N, int Threads, int Items, bool Add, bool EarlyWeight>
+__global__ void __launch_bounds__(Threads* kRowsPerBlock<Threads>)
+    norm_kernel(const NormArgs a, int64_t first_row, int64_t rows) {
+  const int vectors = int(a.width / N);
+  const int64_t row = first_row + int64_t(blockIdx.x) * kRowsPerBlock<Threads> + threadIdx.y;
+  const bool active = kRowsPerBlock<Threads> == 1 || row < rows;  // all lanes of a warp add together
+  const T* x = static_cast<const T*>(a.x) + (active ? a.x_rows.offset(row) : 0);
   const T* weight = static_cast<const T*>(a.weight);
-  for (int64_t base = int64_t(blockIdx.x) * blockDim.y; base < rows;
-       base += int64_t(gridDim.x) * blockDim.y) {
-    const int64_t row = base + threadIdx.y;
-    const bool active = row < rows;
-    const T* x = static_cast<const T*>(a.x) + (active ? a.x_rows.offset(row) : 0);
-    T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
-    T* out = static_cast<T*>(a.out) + (active ? a.out_rows.offset(row) : 0);
-    Vector<T, N> v[Items] = {}, added_to[Items], w[Items];
+  T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
+  Packed<T, N> v[Items] = {}, old[Items], w[Items];
+#pragma unroll
+  for (int k = 0; k < Items; ++k) {
+    const int i = threadIdx.x + k * Threads;
+    if (!active || i >= vectors) continue;
+    v[k] = Packed<T, N>::load(x + i * N);
+    if constexpr (Add) old[k] = Packed<T, N>::load(residual + i * N);
+  }
+  if constexpr (EarlyWeight) {
 #pragma unroll
     for (int k = 0; k < Items; ++k) {
-      const int item = threadIdx.x + k * Threads;
-      if (!active || item >= items) continue;
-      v[k] = load_vector<T, N>(x + item * N);
-      if constexpr (Add) added_to[k] = load_vector<T, N>(residual + item * N);
+      const int i = threadIdx.x + k * Threads;
+      if (i < vectors) w[k] = Packed<T, N>::load(weight + i * N);
     }
+  }
+  if constexpr (Add) {
 #pragma unroll
     for (int k = 0; k < Items; ++k) {
-      const int item = threadIdx.x + k * Threads;
-      if (item < items) w[k] = load_vector<T, N>(weight + item * N);
+      const int i = threadIdx.x + k * Threads;
+      if (!active || i >= vectors) continue;
+      v[k] = added(v[k], old[k]);
+      v[k].store(residual + i * N);
     }
-    if constexpr (Add) {
-#pragma unroll
-      for (int k = 0; k < Items; ++k) {
-        const int item = threadIdx.x + k * Threads;
-        if (!active || item >= items) continue;
-        v[k] = added(v[k], added_to[k]);
-        store_vector(residual + item * N, v[k]);
-      }
-    }
-    const float scale = inverse_rms<Threads>(a, [&](float factor) {
-      float sum = 0;
-#pragma unroll
-      for (int k = 0; k < Items; ++k) sum += sum_of_squares(v[k], factor);
-      return sum;
-    });
+  }
+  const float scale = inverse_rms<Threads>(a, [&](float factor) {
+    float sum = 0;
 #pragma unroll
     for (int k = 0; k < Items; ++k) {
-      const int item = threadIdx.x + k * Threads;
-      if (active && item < items) store_vector(out + item * N, scaled(v[k], scale, w[k]));
+      v[k].forget();
+      sum += sum_of_squares(v[k], factor);
     }
+    return sum;
+  });
+  T* out = static_cast<T*>(a.out) + (active ? a.out_rows.offset(row) : 0);
+#pragma unroll
+  for (int k = 0; k < Items; ++k) {
+    const int i = threadIdx.x + k * Threads;
+    if (!active || i >= vectors) continue;
+    if constexpr (!EarlyWeight) w[k] = Packed<T, N>::load(weight + i * N);
+    v[k].forget();
+    normalized(v[k], scale, w[k]).store(out + i * N);
   }
 }
 
-// Rows of any width, one a block.
+// Rows of any width, one a block, read twice.
 template <class T, int N, int Threads, bool Add>
-__global__ void __launch_bounds__(Threads) wide_norm_kernel(const NormArgs a, int64_t rows) {
-  const int64_t step = Threads * N;
+__global__ void __launch_bounds__(Threads) wide_norm_kernel(const NormArgs a) {
+  constexpr int64_t kStep = Threads * N;
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(a.x) + a.x_rows.offset(row);
   const T* weight = static_cast<const T*>(a.weight);
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T* x = static_cast<const T*>(a.x) + a.x_rows.offset(row);
-    T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
-    T* out = static_cast<T*>(a.out) + a.out_rows.offset(row);
-    if constexpr (Add) {
-      for (int64_t i = threadIdx.x * N; i < a.width; i += step) {
-        store_vector(residual + i, added(load_vector<T, N>(x + i), load_vector<T, N>(residual + i)));
-      }
-      x = residual;  // a thread reads again what it wrote itself
-    }
-    const float scale = inverse_rms<Threads>(a, [&](float factor) {
-      float sum = 0;
+  T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
+  T* out = static_cast<T*>(a.out) + a.out_rows.offset(row);
+  const float scale = inverse_rms<Threads>(a, [&](float factor) {
+    float sum = 0;
 #pragma unroll 4
-      for (int64_t i = threadIdx.x * N; i < a.width; i += step) {
-        sum += sum_of_squares(load_vector<T, N>(x + i), factor);
+    for (int64_t i = threadIdx.x * N; i < a.width; i += kStep) {
+      auto v = Packed<T, N>::load(x + i);
+      if constexpr (Add) {
+        if (x != residual) {
+          v = added(v, Packed<T, N>::load(residual + i));
+          v.store(residual + i);
+        }
       }
-      return sum;
-    });
-#pragma unroll 4
-    for (int64_t i = threadIdx.x * N; i < a.width; i += step) {
-      store_vector(out + i, scaled(load_vector<T, N>(x + i), scale, load_vector<T, N>(weight + i)));
+      sum += sum_of_squares(v, factor);
     }
+    if constexpr (Add) x = residual;  // from now on; a thread reads again what it wrote itself
+    return sum;
+  });
+#pragma unroll 4
+  for (int64_t i = threadIdx.x * N; i < a.width; i += kStep) {
+    normalized(Packed<T, N>::load(x + i), scale, Packed<T, N>::load(weight + i)).store(out + i);
   }
 }
 
-template <class T, int N, int Threads, int Items, bool Add>
+template <class T, int N, int Threads, int Items, bool Add, bool EarlyWeight = true>
 void launch_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
-  constexpr int kRows = rows_per_block(Threads);
-  norm_kernel<T, N, Threads, Items, Add>
-      <<<grid_size(ceil_div<int64_t>(rows, kRows)), dim3(Threads, kRows), 0, stream>>>(a, rows);
+  constexpr int kRows = kRowsPerBlock<Threads>;
+  for (int64_t first = 0; first < rows; first += kMaxBlocks * kRows) {
+    const int64_t blocks = std::min(kMaxBlocks, ceil_div<int64_t>(rows - first, kRows));
+    norm_kernel<T, N, Threads, Items, Add, EarlyWeight>
+        <<<unsigned(blocks), dim3(Threads, kRows), 0, stream>>>(a, first, rows);
+  }
 }
 
 template <class T, int N, bool Add>
 void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
-  const int64_t items = a.width / N;
+  const int64_t vectors = a.width / N;
   if constexpr (N == 1) {  // rare: fewer kernels to build
-    if (items <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
-    if (items <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
-    if (items <= 4096) return launch_rows<T, N, 1024, 4, Add>(a, rows, stream);
+    if (vectors <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
+    if (vectors <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
+    if (vectors <= 8192) return launch_rows<T, N, 1024, 8, Add>(a, rows, stream);
   } else {
-    if (items <= 8) return launch_rows<T, N, 8, 1, Add>(a, rows, stream);
-    if (items <= 16) return launch_rows<T, N, 16, 1, Add>(a, rows, stream);
-    if (items <= 32) return launch_rows<T, N, 32, 1, Add>(a, rows, stream);
-    if (items <= 64) return launch_rows<T, N, 32, 2, Add>(a, rows, stream);
-    if (items <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
-    if (items <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
-    if (items <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
-    if (items <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
-    if (items <= 2048) return launch_rows<T, N, 512, 4, Add>(a, rows, stream);
-    if (items <= 4096) return launch_rows<T, N, 1024, 4, Add>(a, rows, stream);
+    if (vectors <= 8) return launch_rows<T, N, 8, 1, Add>(a, rows, stream);
+    if (vectors <= 16) return launch_rows<T, N, 16, 1, Add>(a, rows, stream);
+    if (vectors <= 32) return launch_rows<T, N, 32, 1, Add>(a, rows, stream);
+    if (vectors <= 64) return launch_rows<T, N, 64, 1, Add>(a, rows, stream);
+    if (vectors <= 128) return launch_rows<T, N, 128, 1, Add>(a, rows, stream);
+    if (vectors <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
+    if (vectors <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
+    if (vectors <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
+    if (vectors <= 2048) return launch_rows<T, N, 512, 4, Add, false>(a, rows, stream);
+    if (vectors <= 4096) return launch_rows<T, N, 1024, 4, Add, false>(a, rows, stream);
+    if (vectors <= 8192) return launch_rows<T, N, 1024, 8, Add, false>(a, rows, stream);
   }
-  wide_norm_kernel<T, N, 512, Add><<<grid_size(rows), 512, 0, stream>>>(a, rows);
+  wide_norm_kernel<T, N, 512, Add><<<grid_size(rows), 512, 0, stream>>>(a);
 }
 
 template <bool Add>
@@ -204,12 +219,13 @@ int run(const NormArgs& a, DType dtype, int64_t rows, void* stream) {
 }  // namespace
 
 int rms_norm(const RmsNormArgs& a, int64_t rows, void* stream) {
-  return run<false>({a.out, a.x, nullptr, a.weight, a.width, 0, a.x_rows, a.out_rows, a.eps}, a.dtype, rows,
-                    stream);
+  return run<false>(
+      {a.out, a.x, nullptr, a.weight, a.width, 0, DeviceRows(a.x_rows), DeviceRows(a.out_rows), a.eps},
+      a.dtype, rows, stream);
 }
 
 int fused_add_rms_norm(const FusedAddRmsNormArgs& a, int64_t rows, void* stream) {
-  const RowLayout x_rows{rows, a.x_stride, 0};
+  const DeviceRows x_rows(RowLayout{rows, a.x_stride, 0});
   return run<true>({a.x, a.x, a.residual, a.weight, a.width, a.residual_stride, x_rows, x_rows, a.eps},
                    a.dtype, rows, stream);
 }

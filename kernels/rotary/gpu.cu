@@ -8,88 +8,102 @@ namespace pelton::gpu {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kHeads = 2;  // of a thread, under way together
+// With fewer tokens than these, all heads of a token are under way together.
+constexpr int64_t kManyTokens = 512;
 
-// Turns N pairs of head x. The pairs begin at element `first` of either half, or at 2 * first when
+// N pairs of a head, beginning with pair `first`: elements first and first + half, or neighbours when
 // interleaved.
-template <bool kInterleaved, class T, int N>
+template <class T, int N, bool kInterleaved>
 struct Pairs {
-  Vector<T, N> part[2];
+  Packed<T, N> part[2];
 
-  __device__ __forceinline__ void load(const T* x, int first, int half) {
-    part[0] = load_vector<T, N>(x + (kInterleaved ? 2 * first : first));
-    part[1] = load_vector<T, N>(x + (kInterleaved ? 2 * first + N : first + half));
+  __device__ __forceinline__ void load(const T* x, int64_t second) {
+    part[0] = Packed<T, N>::load(x);
+    part[1] = Packed<T, N>::load(x + second);
   }
-  __device__ __forceinline__ T& element(int pair, int which) {
-    return kInterleaved ? part[(2 * pair + which) / N][(2 * pair + which) % N] : part[which][pair];
+  __device__ __forceinline__ float element(int i, int which) const {
+    return kInterleaved ? part[(2 * i + which) / N][(2 * i + which) % N] : part[which][i];
   }
-  __device__ __forceinline__ void turn(const float (&cos)[N], const float (&sin)[N]) {
+  __device__ __forceinline__ void turn_and_store(T* x, int64_t second, const float (&cos)[N],
+                                                 const float (&sin)[N]) const {
+    float turned[2][N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float a = to_float(element(i, 0)), b = to_float(element(i, 1));
-      element(i, 0) = from_float<T>(a * cos[i] - b * sin[i]);
-      element(i, 1) = from_float<T>(b * cos[i] + a * sin[i]);
+      const float a = element(i, 0), b = element(i, 1);
+      const float values[2] = {a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]};
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        (kInterleaved ? turned[(2 * i + which) / N][(2 * i + which) % N] : turned[which][i]) = values[which];
+      }
     }
-  }
-  __device__ __forceinline__ void store(T* x, int first, int half) const {
-    store_vector(x + (kInterleaved ? 2 * first : first), part[0]);
-    store_vector(x + (kInterleaved ? 2 * first + N : first + half), part[1]);
+    Packed<T, N>::rounded(turned[0]).store(x);
+    Packed<T, N>::rounded(turned[1]).store(x + second);
   }
 };
 
-template <class T, int N, bool kInterleaved, int kHeads>
+template <int N>
+__device__ __forceinline__ void load_angles(float (&to)[N], const float* from) {
+  constexpr int kAngles = N < 4 ? N : 4;
+#pragma unroll
+  for (int i = 0; i < N; i += kAngles) {
+    const auto part = load_vector<float, kAngles>(from + i);
+#pragma unroll
+    for (int j = 0; j < kAngles; ++j) to[i + j] = part[j];
+  }
+}
+
+template <class T, int N, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) rotary_kernel(const RotaryArgs a, int64_t tokens) {
-  const int half = int(a.rotary_dim / 2);
-  const int64_t heads = a.query.heads + a.key.heads;
-  for (int64_t token = int64_t(blockIdx.x) * blockDim.z + threadIdx.z; token < tokens;
-       token += int64_t(gridDim.x) * blockDim.z) {
-    const int64_t position = a.positions[token];
-    if (uint64_t(position) >= uint64_t(a.max_position)) continue;
-    const float* angles = a.cos_sin_cache + position * a.rotary_dim;
-    T* query = static_cast<T*>(a.query.data) + token * a.query.token_stride;
-    T* key = static_cast<T*>(a.key.data) + token * a.key.token_stride;
-    for (int first = threadIdx.x * N; first < half; first += blockDim.x * N) {
-      float cos[N], sin[N];
-      constexpr int kAngles = N < 4 ? N : 4;
+  const int64_t token = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
+  if (token >= tokens) return;
+  const int half = int(a.rotary_dim / 2), query_heads = int(a.query.heads),
+            heads = query_heads + int(a.key.heads);
+  const int64_t second = kInterleaved ? N : half;
+  T* query = static_cast<T*>(a.query.data) + token * a.query.token_stride;
+  T* key = static_cast<T*>(a.key.data) + token * a.key.token_stride - query_heads * a.key.head_stride;
+  const int64_t position = a.positions[token];
+  const bool known = uint64_t(position) < uint64_t(a.max_position);
+  for (int first = threadIdx.x * N; first < half; first += blockDim.x * N) {
+    const int offset = kInterleaved ? 2 * first : first;
+    float cos[N], sin[N];
+    for (int start = threadIdx.y; start < heads; start += kHeads * blockDim.y) {
+      Pairs<T, N, kInterleaved> pairs[kHeads];
+      T* x[kHeads];
 #pragma unroll
-      for (int i = 0; i < N; i += kAngles) {
-        const auto c = load_vector<float, kAngles>(angles + first + i);
-        const auto s = load_vector<float, kAngles>(angles + half + first + i);
-#pragma unroll
-        for (int j = 0; j < kAngles; ++j) cos[i + j] = c[j], sin[i + j] = s[j];
+      for (int k = 0; k < kHeads; ++k) {
+        const int head = start + k * blockDim.y;
+        x[k] = (head < query_heads ? query + head * a.query.head_stride : key + head * a.key.head_stride) +
+               offset;
+        if (head < heads) pairs[k].load(x[k], second);
       }
-      for (int64_t start = threadIdx.y; start < heads; start += kHeads * blockDim.y) {
-        Pairs<kInterleaved, T, N> pairs[kHeads];
-        T* x[kHeads];
+      if (!known) break;
+      if (start == threadIdx.y) {  // the heads' loads do not wait for the position's
+        const float* angles = a.cos_sin_cache + position * a.rotary_dim + first;
+        load_angles(cos, angles);
+        load_angles(sin, angles + half);
+      }
 #pragma unroll
-        for (int k = 0; k < kHeads; ++k) {
-          const int64_t head = start + k * blockDim.y;
-          x[k] = head < a.query.heads ? query + head * a.query.head_stride
-                                      : key + (head - a.query.heads) * a.key.head_stride;
-          if (head < heads) pairs[k].load(x[k], first, half);
-        }
-#pragma unroll
-        for (int k = 0; k < kHeads; ++k) {
-          if (start + k * blockDim.y >= heads) continue;
-          pairs[k].turn(cos, sin);
-          pairs[k].store(x[k], first, half);
-        }
+      for (int k = 0; k < kHeads; ++k) {
+        if (start + k * blockDim.y < heads) pairs[k].turn_and_store(x[k], second, cos, sin);
       }
     }
   }
 }
 
-template <class T, int N, int kHeads>
-void run(const RotaryArgs& a, int64_t tokens, cudaStream_t stream) {
-  const int64_t heads = a.query.heads + a.key.heads;
+template <class T, int N>
+void launch(const RotaryArgs& a, int64_t tokens, cudaStream_t stream) {
+  const int64_t heads = a.query.heads + a.key.heads, most = tokens < kManyTokens ? kThreads : 8;
   const int x = int(std::min<int64_t>(ceil_div<int64_t>(a.rotary_dim / 2, N), kThreads));
-  const int y = int(std::min<int64_t>(ceil_div<int64_t>(heads, kHeads), kThreads / x));
+  const int y =
+      int(std::min<int64_t>(ceil_div<int64_t>(heads, kHeads), std::min<int64_t>(most, kThreads / x)));
   const int z = std::min(kThreads / (x * y), 64);
   const dim3 block(x, y, z);
   const unsigned grid = grid_size(ceil_div<int64_t>(tokens, z));
   if (a.interleaved) {
-    rotary_kernel<T, N, true, kHeads><<<grid, block, 0, stream>>>(a, tokens);
+    rotary_kernel<T, N, true><<<grid, block, 0, stream>>>(a, tokens);
   } else {
-    rotary_kernel<T, N, false, kHeads><<<grid, block, 0, stream>>>(a, tokens);
+    rotary_kernel<T, N, false><<<grid, block, 0, stream>>>(a, tokens);
   }
 }
 
@@ -100,14 +114,13 @@ int rotary_embedding(const RotaryArgs& a, int64_t tokens, void* stream) {
   dispatch(a.dtype, [&](auto zero) {
     using T = decltype(zero);
     constexpr int64_t kBytes = sizeof(T);
-    const int bytes = access_bytes({address(a.query.data), address(a.key.data), a.rotary_dim / 2 * kBytes,
+    const bool wide = access_bytes({address(a.query.data), address(a.key.data), a.rotary_dim / 2 * kBytes,
                                     a.query.token_stride * kBytes, a.query.head_stride * kBytes,
-                                    a.key.token_stride * kBytes, a.key.head_stride * kBytes});
-    const bool wide = bytes == 16 && is_aligned16(a.cos_sin_cache);
-    if (wide) {
-      run<T, kVectorWidth<T>, 4>(a, tokens, cudaStream_t(stream));
+                                    a.key.token_stride * kBytes, a.key.head_stride * kBytes}) == 16;
+    if (wide && is_aligned16(a.cos_sin_cache)) {
+      launch<T, kVectorWidth<T>>(a, tokens, cudaStream_t(stream));
     } else {
-      run<T, 1, 4>(a, tokens, cudaStream_t(stream));
+      launch<T, 1>(a, tokens, cudaStream_t(stream));
     }
   });
   return launch_result();
