@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("scikit_build_core", "pybind11", "ziglang", "torch")
+TOOLS = ("scikit_build_core", "cyclonedx", "pybind11", "ziglang", "torch")
 MISSING = [name for name in TOOLS if importlib.util.find_spec(name) is None]
 MISSING += [name for name in ("g++", "git") if shutil.which(name) is None]
 """What this environment lacks to build."""
