@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pelton.errors import InvalidValueError, ModelOutputError, PeltonError, PromptError
+from pelton.errors import CapacityError, InvalidValueError, ModelOutputError, PeltonError, PromptError
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.request import Request, RequestStatus
 from pelton.sampling import Sampled, Sampler, SamplingParams, TokenLogprobs, request_seed, token_logprobs
@@ -304,8 +304,8 @@ class Engine:
     def step(self) -> list[RequestGroup]:
         """Take in one step, and maybe start the one after it; return the groups that got tokens.
 
-        If it raises (an error of the runner, Ctrl-C), all requests are aborted, the cache is forgotten, and the
-        engine takes new requests.
+        If it raises (an error of the runner, CapacityError when a GPU's memory runs out, Ctrl-C), all requests are
+        aborted, the cache is forgotten, and the engine takes new requests.
         """
         self._is_stepping = True
         try:
@@ -313,6 +313,11 @@ class Engine:
                 return self._step()
         except BaseException as error:
             self.reset(PeltonError(f"the engine dropped this request because a step failed: {error!r}"))
+            if isinstance(error, torch.OutOfMemoryError):
+                raise CapacityError(
+                    f"out of GPU memory in a step ({error}): lower gpu_memory_utilization or kv_cache_memory to leave "
+                    "more room, or max_num_seqs, or end other processes on this GPU"
+                ) from error
             raise
         finally:
             self._is_stepping = False

@@ -32,14 +32,15 @@ class LLM:
 
     Args:
         model: a Hugging Face folder (config.json and safetensors) or a GGUF file.
-        options: everything that `pelton.config.EngineConfig` has: `dtype`, `max_model_len`, `block_size`,
-            `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_memory`, `enable_prefix_caching`,
-            `enable_chunked_prefill`, `seed`, `skip_tokenizer_init`, `tokenizer`, `enforce_eager`, ...
+        options: everything that `pelton.config.EngineConfig` has: `device`, `dtype`, `max_model_len`, `block_size`,
+            `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_memory`, `gpu_memory_utilization`,
+            `enable_prefix_caching`, `enable_chunked_prefill`, `seed`, `skip_tokenizer_init`, `tokenizer`, `enforce_eager`, ...
 
     Raises:
         UnknownOptionError: an option that does not exist; the message gives the nearest, or says where it lives.
         InvalidValueError: a value that an option cannot have.
-        CapacityError: the KV cache cannot hold one sequence of `max_model_len` tokens.
+        CapacityError: the weights, or the KV cache of one sequence of `max_model_len` tokens, do not fit.
+        HardwareMismatch: the installed build needs a GPU that is not there.
         CheckpointError, UnsupportedError, TokenizerError: about the files of the model.
 
     A call checks all of its prompts and parameters before it runs any: it is refused as a whole, or answered as a

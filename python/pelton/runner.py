@@ -213,7 +213,8 @@ class Runner:
                     "free: use a smaller model or dtype"
                 )
             self.kv_plan = plan_kv_cache(available=available - weight_bytes, **sizes)
-        self._make_inputs(config, self.kv_plan.num_blocks)
+        with _telling_what_to_lower(memory, 0, "making room for a step's inputs"):
+            self._make_inputs(config, self.kv_plan.num_blocks)
 
         checkpoint = checkpoint or dummy_checkpoint(config.model, weights)
         if memory:
@@ -514,12 +515,14 @@ def _used_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def _telling_what_to_lower(memory: GpuMemory, kv_cache: int, doing: str) -> Iterator[None]:
-    """Make one message of running out of GPU memory: the sum, and the settings that change it."""
+def _telling_what_to_lower(memory: GpuMemory | None, kv_cache: int, doing: str) -> Iterator[None]:
+    """Make one message of running out of GPU memory: the sum, and the settings that change it. None: on the CPU."""
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
         text = str(error).lower()
+        if memory is None:
+            raise
         if not isinstance(error, torch.OutOfMemoryError) and not (
             "out of memory" in text or "alloc_failed" in text
         ):

@@ -267,6 +267,21 @@ def test_half_precision_logits_are_within_the_bound(model: str, dtype: str) -> N
         assert 0 < error < 4 * unit * ((12 * num_layers + 2) / 3) ** 0.5
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_logits_are_as_near_as_those_of_transformers(model: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    ids = prompt(90)
+
+    def theirs(dtype: torch.dtype) -> torch.Tensor:
+        it = transformers.AutoModelForCausalLM.from_pretrained(DATA / model, dtype=dtype).to(DEVICE).eval()
+        with torch.no_grad():
+            return it(torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].double().cpu()
+
+    exact = theirs(torch.float64)
+    ours = Driver(DATA / model, dtype="bfloat16").all_logits(ids).double()
+    assert (ours - exact).norm() < 1.5 * (theirs(torch.bfloat16) - exact).norm()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_the_second_gpu() -> None:
     it = llm(device="cuda:1")
