@@ -142,13 +142,14 @@ __global__ void __launch_bounds__(Threads) wide_norm_kernel(const NormArgs a) {
   const T* weight = static_cast<const T*>(a.weight);
   T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
   T* out = static_cast<T*>(a.out) + a.out_rows.offset(row);
-  const float scale = inverse_rms<Threads>(a, [&](float factor) {
+  float scale = 0;
+  for (float factor = 1;; factor = kTiny) {  // the second time where squares leave the range of fp32
     float sum = 0;
 #pragma unroll 4
     for (int64_t i = threadIdx.x * N; i < a.width; i += kStep) {
       auto v = Packed<T, N>::load(x + i);
       if constexpr (Add) {
-        if (x != residual) {
+        if (factor == 1) {
           v = added(v, Packed<T, N>::load(residual + i));
           v.store(residual + i);
         }
@@ -156,8 +157,10 @@ __global__ void __launch_bounds__(Threads) wide_norm_kernel(const NormArgs a) {
       sum += sum_of_squares(v, factor);
     }
     if constexpr (Add) x = residual;  // from now on; a thread reads again what it wrote itself
-    return sum;
-  });
+    sum = block_sum<Threads>(sum);
+    scale = rsqrtf(sum / float(a.width) + (factor == 1 ? a.eps : 0)) * factor;
+    if (factor != 1 || is_finite(sum)) break;
+  }
 #pragma unroll 4
   for (int64_t i = threadIdx.x * N; i < a.width; i += kStep) {
     normalized(Packed<T, N>::load(x + i), scale, Packed<T, N>::load(weight + i)).store(out + i);
