@@ -18,7 +18,8 @@ function(pelton_read_emulation_plan project)
   include("${CMAKE_BINARY_DIR}/emulation_plan.cmake")
   message(STATUS "${PELTON_EMULATION_TEXT}")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PELTON_EMULATION_DEPENDS})
-  foreach(name IN ITEMS LIBRARY CXX_STANDARD TORCH OP_SOURCES OP_DEFINITIONS GPU_SOURCES HIPIFY_NAMES HIPIFY_OUTPUTS)
+  foreach(name IN ITEMS LIBRARY CXX_STANDARD TORCH OP_SOURCES OP_DEFINITIONS GPU_SOURCES TEST_SOURCES
+      HIPIFY_NAMES HIPIFY_OUTPUTS)
     set(PELTON_EMULATION_${name} "${PELTON_EMULATION_${name}}" PARENT_SCOPE)
   endforeach()
   set(CMAKE_CXX_COMPILER "${PELTON_EMULATION_CXX_COMPILER}" PARENT_SCOPE)
@@ -39,22 +40,28 @@ function(pelton_add_emulation_runtime target project)
   add_library(${target}_kernel INTERFACE)
   target_link_libraries(${target}_kernel INTERFACE ${target})
   target_include_directories(${target}_kernel INTERFACE "${folder}")
-  target_compile_options(${target}_kernel INTERFACE -O1 -g -Wall -Wno-unknown-pragmas -Wno-unused
+  target_compile_options(${target}_kernel INTERFACE -O1 -gdwarf-4 -Wall -Wno-unknown-pragmas -Wno-unused
     -fsanitize=thread --param=tsan-instrument-func-entry-exit=0 --param=tsan-distinguish-volatile=1 -fsanitize=bounds,alignment -fsanitize-recover=all
     -fno-strict-aliasing "-ffile-prefix-map=${project}/=")
 endfunction()
 
 # pelton_add_emulated_library(<project>)
 #
-# The library of the plan, in the build folder.
+# The library of the plan, in the build folder, and beside it the planted bugs of tests/emulation.
 function(pelton_add_emulated_library project)
   set(folder "${CMAKE_CURRENT_BINARY_DIR}/hipified")
   pelton_hipify("${Python_EXECUTABLE}" "${project}" "${PELTON_EMULATION_TORCH}" "${folder}"
     NAMES ${PELTON_EMULATION_HIPIFY_NAMES} OUTPUTS ${PELTON_EMULATION_HIPIFY_OUTPUTS})
-  list(TRANSFORM PELTON_EMULATION_HIPIFY_OUTPUTS PREPEND "${folder}/" OUTPUT_VARIABLE outputs)
+  # Headers first: they must be there before anything is compiled.
+  set(headers ${PELTON_EMULATION_HIPIFY_OUTPUTS})
+  list(REMOVE_ITEM headers ${PELTON_EMULATION_GPU_SOURCES} ${PELTON_EMULATION_TEST_SOURCES})
+  list(TRANSFORM headers PREPEND "${folder}/")
   list(TRANSFORM PELTON_EMULATION_GPU_SOURCES PREPEND "${folder}/" OUTPUT_VARIABLE gpu)
-  set_source_files_properties(${gpu} PROPERTIES LANGUAGE CXX)
-  add_library(pelton_gpu OBJECT ${outputs})
+  list(TRANSFORM PELTON_EMULATION_TEST_SOURCES PREPEND "${folder}/" OUTPUT_VARIABLE tests)
+  set_source_files_properties(${gpu} ${tests} PROPERTIES LANGUAGE CXX)
+  add_custom_target(hipified_headers DEPENDS ${headers})
+  add_library(pelton_gpu OBJECT ${gpu})
+  add_dependencies(pelton_gpu hipified_headers)
   target_link_libraries(pelton_gpu PRIVATE emulation_kernel)
   add_library(pelton_op OBJECT ${PELTON_EMULATION_OP_SOURCES})
   target_include_directories(pelton_op SYSTEM PRIVATE "${PELTON_EMULATION_TORCH}/include")
@@ -68,4 +75,10 @@ function(pelton_add_emulated_library project)
   set_target_properties(pelton_gpu pelton_op pelton_library PROPERTIES
     CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON POSITION_INDEPENDENT_CODE ON LINKER_LANGUAGE CXX
     PREFIX lib OUTPUT_NAME "${PELTON_EMULATION_LIBRARY}" SUFFIX .so SKIP_BUILD_RPATH ON)
+  if(tests)
+    add_library(emulation_cases MODULE ${tests})
+    add_dependencies(emulation_cases hipified_headers)
+    target_link_libraries(emulation_cases PRIVATE emulation_kernel)
+    set_target_properties(emulation_cases PROPERTIES CXX_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON PREFIX "")
+  endif()
 endfunction()

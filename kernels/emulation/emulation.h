@@ -13,8 +13,7 @@
 #include <type_traits>
 #include <utility>
 
-// --- the language
-// -------------------------------------------------------------------------------------------
+// --- the language ---
 
 #define __global__
 #define __device__
@@ -51,8 +50,7 @@ struct dim3 {
 #define __syncthreads_and(p) \
   (::pelton::emulation::sync_threads("__syncthreads_and", __FILE__, __LINE__, (p) == 0) == 0)
 
-// --- the runtime
-// --------------------------------------------------------------------------------------------
+// --- the runtime ---
 
 enum hipError_t {
   hipSuccess = 0,
@@ -103,8 +101,7 @@ hipError_t hipMemsetAsync(void* to, int value, size_t bytes, hipStream_t stream)
 
 namespace pelton::emulation {
 
-// --- threads
-// ------------------------------------------------------------------------------------------------
+// --- threads ---
 
 struct Index {
   unsigned x, y, z;
@@ -129,8 +126,7 @@ void* dynamic_shared();
 // Makes the running kernel fail with this text.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// --- operations of a warp
-// -----------------------------------------------------------------------------------
+// --- operations of a warp ---
 
 // What the lanes of a warp bring to an operation and take from it.
 struct Lanes {
@@ -156,7 +152,8 @@ struct WarpCall {
   size_t in_bytes, out_bytes;
   void (*finish)(Lanes&);  // makes `out` of `in` when all are there; null: `out` is what `source` brought
   int source;
-  bool orders_memory;  // whether lanes see afterwards what the others wrote before
+  bool orders_memory = false;  // whether lanes see afterwards what the others wrote before
+  bool needs_all = false;      // whether lanes that have returned are missed
 };
 
 // Waits until all lanes of the mask that still run are in the same operation.
@@ -172,7 +169,7 @@ template <class T>
 T shuffle(const char* name, uint64_t mask, int width, T value, int source) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 16);
   T result;
-  meet({name, mask, width, sizeof(T), sizeof(T), nullptr, source, false}, &value, &result);
+  meet({name, mask, width, sizeof(T), sizeof(T), nullptr, source}, &value, &result);
   return result;
 }
 
@@ -217,13 +214,12 @@ void reduce_lanes(Lanes& lanes, F f) {
 template <class T, class F>
 T reduce(const char* name, uint32_t mask, T value, F) {
   T result;
-  meet({name, mask, 32, sizeof(T), sizeof(T), [](Lanes& lanes) { reduce_lanes<T>(lanes, F{}); }, 0, false},
-       &value, &result);
+  meet({name, mask, 32, sizeof(T), sizeof(T), [](Lanes& lanes) { reduce_lanes<T>(lanes, F{}); }, 0}, &value,
+       &result);
   return result;
 }
 
-// --- memory
-// -------------------------------------------------------------------------------------------------
+// --- memory ---
 
 // Says that an atomic operation is about to happen; other threads may go on before it.
 void before_atomic(void* address, size_t bytes);
@@ -241,8 +237,7 @@ void copy_async16(void* shared, const void* global, bool valid);
 void copy_async_commit();
 void copy_async_wait(int pending);
 
-// --- launch
-// -------------------------------------------------------------------------------------------------
+// --- launch ---
 
 struct Launch {
   const char* name;

@@ -89,8 +89,7 @@ uint64_t next_random();
 
 extern unsigned char* stacks;  // of all threads
 
-// --- memory.cpp
-// ---------------------------------------------------------------------------------------------
+// --- memory.cpp ---
 
 enum class Access : uint8_t { read, write, atomic };
 
@@ -102,6 +101,10 @@ void begin_block();
 // All threads of the block, or the lanes of a warp, have waited for each other.
 void order_block();
 void order_warp(unsigned base, uint64_t lanes);
+
+// A read of shared memory that nobody had written becomes the block's failure, unless a race explained it
+// before.
+void report_uninitialised();
 
 // One access of the running thread.
 void check_access(const void* address, size_t bytes, Access access, const void* place);

@@ -1,8 +1,7 @@
 // CUDA's and HIP's device functions for the emulation; included by emulation.h.
 #pragma once
 
-// --- warps
-// --------------------------------------------------------------------------------------------------
+// --- warps ---
 
 #define PELTON_SHUFFLE(name, argument, source)                                                           \
   template <class Mask, class T>                                                                         \
@@ -89,8 +88,7 @@ PELTON_REDUCE(__reduce_or_sync, a | b)
 PELTON_REDUCE(__reduce_xor_sync, a ^ b)
 #undef PELTON_REDUCE
 
-// --- memory
-// -------------------------------------------------------------------------------------------------
+// --- memory ---
 
 #define PELTON_ATOMIC(name, expression)                                                             \
   template <class T>                                                                                \
@@ -140,8 +138,7 @@ void __stcg(T* p, T value) {
   *p = value;
 }
 
-// --- numbers
-// ------------------------------------------------------------------------------------------------
+// --- numbers ---
 
 inline float __expf(float x) { return std::exp(x); }
 inline float __exp2f(float x) { return std::exp2(x); }

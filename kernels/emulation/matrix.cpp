@@ -34,14 +34,10 @@ struct Product {
 // All lanes must take part in a matrix operation.
 void meet_all(const char* name, int width, const void* in, size_t in_bytes, void* out, size_t out_bytes,
               void (*finish)(Lanes&)) {
-  if (live_lanes(width) != (width == 64 ? ~uint64_t(0) : 0xffffffffu)) {
-    fail("%s needs all %d lanes, and some have returned or do not exist", name, width);
-  }
-  meet({name, ~uint64_t(0), width, in_bytes, out_bytes, finish, 0, false}, in, out);
+  meet({name, ~uint64_t(0), width, in_bytes, out_bytes, finish, 0, false, true}, in, out);
 }
 
-// --- NVIDIA
-// -------------------------------------------------------------------------------------------------
+// --- NVIDIA ---
 
 template <bool IsBf16>
 void finish_m16n8k16(Lanes& lanes) {
@@ -97,8 +93,7 @@ void load_matrix(uint32_t (&r)[Count], const void* row) {
   if (lane_of(32) < 8 * Count) read_matrix_row(row, bytes);
   meet_all("ldmatrix", 32, bytes, sizeof bytes, r, sizeof r, finish_ldmatrix<Count, Transposed>);
 }
-// --- AMD
-// ----------------------------------------------------------------------------------------------------
+// --- AMD ---
 
 // The row of C and D that element i of a lane belongs to.
 template <int Size>

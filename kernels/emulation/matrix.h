@@ -5,8 +5,7 @@
 
 namespace pelton::emulation {
 
-// --- NVIDIA
-// -------------------------------------------------------------------------------------------------
+// --- NVIDIA ---
 
 // mma.sync.aligned.m16n8k16.row.col: D[16 x 8] += A[16 x 16] * B[16 x 8]. With group = lane / 4 and pair =
 // lane % 4, element i of a lane is
@@ -37,8 +36,7 @@ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
 // A row for ldmatrix, checked as a read of shared memory by the calling lane.
 void read_matrix_row(const void* row, unsigned char (&bytes)[16]);
 
-// --- AMD
-// ----------------------------------------------------------------------------------------------------
+// --- AMD ---
 
 template <int Size>
 constexpr int kMfmaSums = Size * Size / 64;

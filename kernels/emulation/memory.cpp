@@ -26,8 +26,7 @@ namespace {
 // Fills the library's thread-local memory even when no kernel has static shared memory.
 thread_local volatile unsigned char anchor[16];
 
-// --- records
-// ------------------------------------------------------------------------------------------------
+// --- records ---
 
 constexpr uint16_t kPending = 0x8000, kAtomic = 0x4000, kThreadBits = 0x3ff;  // of `writer`
 constexpr uint16_t kWarp = 0x4000, kSeveral = 0x7fff;                         // of `reader`
@@ -53,8 +52,7 @@ bool ordered_in_warp(int warp, int a, int b, uint16_t sync) {
   return sync < w.all || (w.pairs && sync < w.pairs[a % 32][b % 32]);
 }
 
-// --- order of blocks
-// ----------------------------------------------------------------------------------------
+// --- order of blocks ---
 
 struct BlockRun {
   uint32_t begin;  // its first time
@@ -85,8 +83,7 @@ void synchronize_on(uintptr_t address) {
   merge(there, seen);
 }
 
-// --- regions
-// ------------------------------------------------------------------------------------------------
+// --- regions ---
 
 struct Region {
   uintptr_t begin = 0;
@@ -132,8 +129,7 @@ int find_library(dl_phdr_info* info, size_t, void*) {
   return 1;
 }
 
-// --- global memory
-// ------------------------------------------------------------------------------------------
+// --- global memory ---
 
 struct Page {
   Record records[kPage];
@@ -187,8 +183,7 @@ void for_each_kept_line(F f) {
   }
 }
 
-// --- texts
-// --------------------------------------------------------------------------------------------------
+// --- texts ---
 
 std::string number(size_t n) { return std::to_string(n); }
 
@@ -236,8 +231,11 @@ std::string bytes_text(Access access, size_t bytes) {
   return does[int(access)] + number(bytes) + (bytes == 1 ? " byte" : " bytes");
 }
 
-// --- races
-// --------------------------------------------------------------------------------------------------
+// --- races ---
+
+// The first read of shared memory that nobody had written since the last barrier. A write may still follow:
+// then there is a race, and that is what should be said.
+Failure uninitialised;
 
 struct Check {
   uintptr_t address;
@@ -246,9 +244,16 @@ struct Check {
   Space space;
   const void* place;
 
+  std::string text(const std::string& what, const std::string& end) const {
+    return what + ": this thread " + bytes_text(access, bytes) + " of " + where(address, space) + end;
+  }
   [[noreturn]] void fail(const std::string& what, const std::string& end) const {
-    fail_at(place,
-            what + ": this thread " + bytes_text(access, bytes) + " of " + where(address, space) + end);
+    fail_at(place, text(what, end));
+  }
+  void note_uninitialised() const {
+    if (!uninitialised.text.empty()) return;
+    uninitialised = {text("uninitialised shared memory", ", which no thread of the block has written"),
+                     running.current, place};
   }
 };
 
@@ -319,7 +324,7 @@ void check_records(Record* records, const Check& check) {
       fail_race(check, r.write_time, r.writer, r.writer & kAtomic ? "changed atomically" : "wrote", false);
     }
     if (check.access == Access::read) {
-      if (!written) check.fail("uninitialised shared memory", ", which no thread of the block has written");
+      if (!written) check.note_uninitialised();
       if (r.read_time != now || !reader_is_unordered(r, check.space)) {
         r.reader = uint16_t(me);
       } else if (r.reader != me) {
@@ -331,9 +336,7 @@ void check_records(Record* records, const Check& check) {
       r.read_time = now;
       r.read_sync = sync;
     } else {
-      if (check.access == Access::atomic && !written) {
-        check.fail("uninitialised shared memory", ", which no thread of the block has written");
-      }
+      if (check.access == Access::atomic && !written) check.note_uninitialised();
       if (reader_is_unordered(r, check.space)) fail_race(check, r.read_time, r.reader, "read", true);
       r.write_time = now;
       r.writer = uint16_t(me | (check.access == Access::atomic ? kAtomic : 0));
@@ -414,8 +417,7 @@ void check_access(const void* pointer, size_t bytes, Access access, const void* 
   check_global({address, bytes, access, Space::global, place});
 }
 
-// --- launches, blocks, barriers
-// -----------------------------------------------------------------------------
+// --- launches, blocks, barriers ---
 
 void begin_launch(size_t bytes, bool keep) {
   anchor[0] = 0;
@@ -454,10 +456,18 @@ void begin_block() {
   blocks.push_back({now, running.block});
   seen.clear();
   fenced = false;
+  uninitialised = {};
   for (WarpSync& w : warps) w = {};
 }
 
+void report_uninitialised() {
+  if (uninitialised.text.empty()) return;
+  running.failure = std::move(uninitialised);
+  uninitialised = {};
+}
+
 void order_block() {
+  if (!uninitialised.text.empty()) fail_at(nullptr, "");
   ++now;
   for (int w = 0; w <= (running.threads - 1) / 32; ++w) warps[w] = {};
 }
@@ -481,8 +491,7 @@ void fence() { fenced = true; }
 
 void* dynamic_shared() { return reinterpret_cast<void*>(dynamic_begin); }
 
-// --- several runs
-// -------------------------------------------------------------------------------------------
+// --- several runs ---
 
 void keep_results() {
   first_run = false;
@@ -516,8 +525,7 @@ void forget_results() {
   kept_pages.clear();
 }
 
-// --- asynchronous copies
-// ------------------------------------------------------------------------------------
+// --- asynchronous copies ---
 
 void copy_async16(void* shared, const void* global, bool valid) {
   const void* place = __builtin_return_address(0);
@@ -564,8 +572,7 @@ void read_matrix_row(const void* row, unsigned char (&bytes)[16]) {
   memcpy(bytes, row, 16);
 }
 
-// --- buffers
-// ------------------------------------------------------------------------------------------------
+// --- buffers ---
 
 void allow_buffer(const char* op, const char* name, const void* begin, size_t bytes) {
   if (allowed_for != op) allowed.clear();  // those of an operator that failed before its launch
@@ -586,6 +593,7 @@ std::string fault_text(const void* pointer) {
     return "out of bounds: an access " +
            position(address, {"dynamic shared memory", dynamic_begin, dynamic_bytes});
   }
+  if (address < kPage) return "an access through a null pointer";
   const std::string text = nearest(address);
   return std::string("out of bounds: an access to address ") + hex +
          (text.empty() ? ", which is no memory of this process" : ", " + text);
@@ -617,8 +625,7 @@ PELTON_EXPORT void pelton_emulation_release(void* begin) {
   }
 }
 
-// --- the compiler's hooks
-// -----------------------------------------------------------------------------------
+// --- the compiler's hooks ---
 
 #define PELTON_PLACE __builtin_return_address(0)
 #define PELTON_ACCESS(size)                                                                           \

@@ -51,8 +51,7 @@ unsigned char* stacks = nullptr;
 
 namespace {
 
-// --- fibers
-// -------------------------------------------------------------------------------------------------
+// --- fibers ---
 
 Thread& self() { return running.thread[running.current]; }
 
@@ -139,8 +138,7 @@ void prepare_thread(int t) {
   thread.stack_pointer = top;
 }
 
-// --- warp operations
-// ----------------------------------------------------------------------------------------
+// --- warp operations ---
 
 std::vector<std::unique_ptr<Meeting>> all_meetings;
 std::vector<Meeting*> free_meetings;
@@ -168,6 +166,10 @@ void finish_meeting(Meeting& m) {
   Running& b = running;
   m.lanes.present = m.arrived;
   m.to_leave = __builtin_popcountll(m.arrived);
+  if (m.call.needs_all && m.arrived != (m.call.width == 64 ? ~uint64_t(0) : 0xffffffffu)) {
+    fail_at(nullptr, std::string(m.call.name) + " needs all " + std::to_string(m.call.width) +
+                         " lanes, and some have returned or do not exist");
+  }
   if (m.call.finish != nullptr) {
     b.checks = false;
     m.call.finish(m.lanes);
@@ -220,8 +222,7 @@ Meeting& meeting_for(const WarpCall& call, unsigned base, int lane) {
   return new_meeting(call, base);
 }
 
-// --- a block
-// ------------------------------------------------------------------------------------------------
+// --- a block ---
 
 // What a thread that does not go on waits for.
 std::string whereabouts(int t) {
@@ -270,11 +271,11 @@ void run_block() {
   b.checks = true;
   switch_away(&b.scheduler);
   b.checks = false;
+  if (b.failure.text.empty()) report_uninitialised();
   if (b.failure.text.empty() && b.live_count > 0) explain_deadlock();
 }
 
-// --- faults
-// -------------------------------------------------------------------------------------------------
+// --- faults ---
 
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 struct sigaction old_actions[4];
@@ -336,8 +337,7 @@ class FaultsCaught {
   stack_t old_stack_;
 };
 
-// --- settings
-// -----------------------------------------------------------------------------------------------
+// --- settings ---
 
 struct OrderChoice {
   Order order;
@@ -383,8 +383,7 @@ Settings read_settings() {
   return s;
 }
 
-// --- launches
-// -----------------------------------------------------------------------------------------------
+// --- launches ---
 
 constexpr int kMultiprocessors = 8;
 constexpr int kSharedWithoutAsking = 48 * 1024;
@@ -419,7 +418,8 @@ std::string source_text(const void* place) {
   Dl_info info;
   if (place == nullptr || dladdr(place, &info) == 0 || info.dli_fname == nullptr) return "";
   const auto offset = static_cast<const char*>(place) - static_cast<const char*>(info.dli_fbase) - 1;
-  std::string quoted;
+  std::string folder = info.dli_fname, quoted;
+  folder.erase(folder.rfind('/') + 1);
   for (const char* c = info.dli_fname; *c != '\0'; ++c)
     quoted += *c == '\'' ? std::string("'\\''") : std::string(1, *c);
   char address[32];
@@ -430,8 +430,10 @@ std::string source_text(const void* place) {
     for (int frames = 0; frames < 4 && fgets(line, sizeof line, pipe) != nullptr;) {
       std::string one = line;
       one = one.substr(0, one.find_first_of(" \n"));
+      if (one.rfind(folder, 0) == 0)
+        one.erase(0, folder.size());  // sources are named from the project's folder on
       if (one.rfind("??", 0) == 0 || one.find("/c++/") != std::string::npos ||
-          one.find("emulation/") != std::string::npos) {
+          one.find("kernels/emulation/") != std::string::npos) {
         continue;
       }
       text += (frames++ == 0 ? "" : ", called at ") + one;
@@ -508,8 +510,7 @@ void allocate_stacks() {
 
 }  // namespace
 
-// --- what threads call
-// --------------------------------------------------------------------------------------
+// --- what threads call ---
 
 Index thread_index() noexcept { return self().index; }
 Index block_index() noexcept { return running.block; }
@@ -531,7 +532,8 @@ uint64_t next_random() {  // xorshift64*
 
 void fail_at(const void* place, std::string text) {
   Running& b = running;
-  b.failure = {std::move(text), b.current, place};
+  if (text.rfind("race", 0) != 0) report_uninitialised();  // what follows from it is less to the point
+  if (b.failure.text.empty()) b.failure = {std::move(text), b.current, place};
   b.checks = false;
   b.current = -1;
   void* unused;
@@ -638,7 +640,7 @@ uint64_t vote(const char* name, uint64_t mask, int width, bool predicate) {
   };
   const unsigned char in = predicate;
   uint64_t bits;
-  meet({name, mask, width, 1, sizeof bits, finish, 0, false}, &in, &bits);
+  meet({name, mask, width, 1, sizeof bits, finish, 0}, &in, &bits);
   return bits;
 }
 
@@ -656,8 +658,7 @@ void before_atomic(void* address, size_t bytes) {
   yield();
 }
 
-// --- launch
-// -------------------------------------------------------------------------------------------------
+// --- launch ---
 
 void run(const Launch& launch) {
   const std::lock_guard<std::mutex> lock(launching);

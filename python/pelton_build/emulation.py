@@ -24,6 +24,9 @@ from .values import Version
 
 __all__ = ["EmulatedSources", "emulated_sources", "main", "write_plan"]
 
+TESTS = "tests/emulation/cases.cu"
+"""Kernels with planted bugs, which the tests of the emulation load."""
+
 
 @dataclass(frozen=True)
 class EmulatedSources:
@@ -73,8 +76,9 @@ def write_plan(root: Path, build_dir: Path) -> None:
             f"({sys.executable}); install it: pip install {table.library.torch_package}"
         )
     sources = emulated_sources(table)
-    kernels = root / FOLDER
-    hipified = with_headers(kernels, sources.gpu)
+    gpu = [f"{FOLDER}/{path}" for path in sources.gpu]
+    tests = [TESTS] if (root / TESTS).is_file() else []
+    hipified = with_headers(root, [*gpu, *tests])
     log = [
         f"emulation of {len(sources.gpu)} GPU sources",
         *(f"not in it: {text}" for text in sources.left_out),
@@ -84,12 +88,13 @@ def write_plan(root: Path, build_dir: Path) -> None:
         "CXX_STANDARD": str(table.library.cxx_standard),
         "CXX_COMPILER": cxx.tool.path,
         "TORCH": torch.path,
-        "OP_SOURCES": [str(kernels / path) for path in sources.op],
+        "OP_SOURCES": [str(root / FOLDER / path) for path in sources.op],
         "OP_DEFINITIONS": [f"TORCH_TARGET_VERSION={torch_target(table.library.torch)}"],
-        "GPU_SOURCES": [hipified_name(path) for path in sources.gpu],
+        "GPU_SOURCES": [hipified_name(path) for path in gpu],
+        "TEST_SOURCES": [hipified_name(path) for path in tests],
         "HIPIFY_NAMES": list(hipified),
         "HIPIFY_OUTPUTS": [hipified_name(path) for path in hipified],
-        "DEPENDS": [str(root / FILE), str(Path(__file__)), *(str(kernels / path) for path in hipified)],
+        "DEPENDS": [str(root / FILE), str(Path(__file__)), *(str(root / path) for path in hipified)],
         "TEXT": "\n".join(log),
     }
     lines = [f"set(PELTON_EMULATION_{name} {quote(value)})" for name, value in made.items()]
