@@ -26,6 +26,7 @@ LINKED_SECTION = "__nv_relfatbin"
 """Relocatable device code, which a program of one library has no use for."""
 
 MAX_IMAGE = 1 << 30  # bytes, unpacked; far above every cubin that there is
+MAX_RATIO = 1000  # of unpacked to compressed; LZ4 cannot exceed 255
 
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the entries
 _MAGIC = 0xBA55ED50
@@ -118,7 +119,7 @@ def _images(section: bytes, at: int, end: int) -> Iterator[Image]:
         payload = section[at + header : at + header + size]
         suffix = ("a" if flags & _SPECIFIC else "") + ("f" if flags & _FAMILY else "")
         if flags & (_LZ4 | _ZSTD):
-            if packed > size or unpacked > MAX_IMAGE:
+            if packed > size or unpacked > min(MAX_IMAGE, MAX_RATIO * packed):
                 raise FatbinError(f"the image at offset {at:#x} has no size that is possible")
             data = _unpacked(payload[:packed], unpacked, bool(flags & _ZSTD), at)
         else:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pelton_build import audit
 from pelton_build.plan import Tool
 from pelton_build.toolchain import probe_cuda
 from plan_cases import real_profile, script
@@ -107,6 +108,23 @@ def test_the_library_needs_neither_a_cuda_library_nor_a_new_glibc(wheel: Path, t
     assert " .nv_fatbin" in said_by("objdump", "-h", library)
     exported = [line.split()[-1] for line in symbols.splitlines() if " g " in line and "*UND*" not in line]
     assert not [name for name in exported if "cuda" in name.lower()], "the runtime stays inside"
+
+
+def test_the_audit_finds_what_was_planned(wheel: Path) -> None:
+    """Names in the device code, archs, bill of materials: what a build really makes, and not only made-up wheels."""
+    for module, name in (
+        ("elftools", "pyelftools"),
+        ("iced_x86", "iced-x86"),
+        ("zstandard", "zstandard"),
+        ("lz4", "lz4"),
+    ):
+        pytest.importorskip(module, reason=f"{name} is not installed")
+    report = audit.audit_wheel(wheel, only=set(audit.CHECKS) - {"auditwheel", "local"})
+    assert report.findings == ()
+    assert {(use.family, use.source, use.arch) for use in report.kernels} == {
+        ("norm", "norm/gpu.cu", "sm_90a")
+    }
+    assert all(0 < use.registers <= 255 for use in report.kernels)
 
 
 def test_the_library_loads_on_a_machine_without_gpu(wheel: Path, tmp_path: Path) -> None:

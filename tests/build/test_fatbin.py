@@ -92,6 +92,8 @@ BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "a cubin of another machine": (lambda: container(image(elf([]))), "damaged"),
     "a host library as cubin": (lambda: container(image(cubin(machine=62))), "no cubin"),
     "text as cubin": (lambda: container(image(b"text" * 20)), "damaged"),
+    "a compressed image that is a bomb": (
+        lambda: container(image(bytes(1 << 22), "sm_90a", packed=ZSTD)), "no size that is possible"),
     "text as LZ4": (lambda: container(image(cubin(), packed=LZ4)[:-40] + b"\xff" * 40), "cannot be unpacked"),
     "text as zstd": (lambda: container(image(cubin(), packed=ZSTD).replace(b"\x28\xb5\x2f\xfd", b"ABCD")), "unpacked"),
 }  # fmt: skip
