@@ -16,7 +16,7 @@ from pelton.config import EngineConfig, load_model_config
 from pelton.errors import CapacityError, PeltonError
 from pelton.runner import Runner
 
-pytestmark = gpu_only
+pytestmark = [pytest.mark.gpu, gpu_only]
 
 MODELS = ["llama-rope", "llama-h80-7to1", "qwen3-h192-tied"]
 
