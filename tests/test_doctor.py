@@ -151,8 +151,10 @@ def test_wsl(tmp_path: Path) -> None:
     (tmp_path / "usr/lib/wsl/lib/libcuda.so.1").touch()
     (finding,) = look("gpu", context(tmp_path, SM90))
     assert "usr/lib/wsl/lib/libcuda.so.1" in finding.saw
-    (finding,) = look("gpu", context(tmp_path, SM90, machine(driver="13.0", gpus=(H200,))))
-    assert finding.status == "ok" and "(WSL)" in finding.saw
+    library = "/usr/lib/wsl/lib/libcuda.so.1"
+    host = machine(driver="13.0", gpus=(H200,), driver_library=library)
+    (finding,) = look("gpu", context(tmp_path, SM90, host))
+    assert finding.status == "ok" and f"(WSL, {library})" in finding.saw
 
 
 def test_two_records(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from pathlib import Path
 
 # Under WSL the driver lies in a folder that the loader does not know.
 LIBRARIES = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
@@ -18,7 +19,8 @@ MAJOR, MINOR = 75, 76  # attributes: compute capability
 
 
 def ask() -> dict[str, object]:
-    """`driver`: the CUDA version that the driver supports, empty when there is none; `gpus`; `note`: what went wrong."""
+    """`driver`: the CUDA version that the driver supports, empty when there is none; `library`: its file; `gpus`; `note`:
+    what went wrong."""
     for library in LIBRARIES:
         try:
             cuda = ctypes.CDLL(library)
@@ -26,12 +28,14 @@ def ask() -> dict[str, object]:
         except OSError:
             continue
     else:
-        return {"driver": "", "gpus": [], "note": f"{LIBRARIES[0]} is not there"}
+        return {"driver": "", "library": "", "gpus": [], "note": f"{LIBRARIES[0]} is not there"}
+    path = mapped(library)
     number = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(number)):
-        return {"driver": "", "gpus": [], "note": "the driver does not tell its version"}
+        return {"driver": "", "library": path, "gpus": [], "note": "the driver does not tell its version"}
     answer: dict[str, object] = {
         "driver": f"{number.value // 1000}.{number.value % 1000 // 10}",
+        "library": path,
         "gpus": [],
         "note": "",
     }
@@ -59,6 +63,17 @@ def ask() -> dict[str, object]:
             }
         )
     return {**answer, "gpus": gpus}
+
+
+def mapped(library: str) -> str:
+    """The file that was loaded under a name."""
+    name = library.rpartition("/")[2].partition(".so")[0]
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        paths = [line.split(None, 5)[5] for line in lines if f"/{name}.so" in line]
+    except (OSError, IndexError):
+        paths = []
+    return paths[0] if paths else library
 
 
 def error_name(cuda: ctypes.CDLL, status: int) -> str:

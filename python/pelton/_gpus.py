@@ -55,6 +55,8 @@ class Answer:
     gpus: tuple[Gpu, ...] = ()
     note: str = ""
     """What went wrong."""
+    library: str = ""
+    """The driver's library."""
 
 
 def ask_nvidia(environ: Mapping[str, str], limit: float = LIMIT) -> Answer:
@@ -76,6 +78,7 @@ def ask_nvidia(environ: Mapping[str, str], limit: float = LIMIT) -> Answer:
             str(data["driver"]),
             tuple(Gpu(str(gpu["arch"]), str(gpu["name"]), int(gpu["memory"])) for gpu in data["gpus"]),
             str(data["note"]),
+            str(data["library"]),
         )
     except subprocess.TimeoutExpired:
         return Answer(None, note=f"the NVIDIA driver gives no answer within {limit:.0f} s")

@@ -28,7 +28,7 @@ from .errors import PeltonError
 __all__ = ["CHECKS", "Context", "Finding", "classify_load_error", "examine", "report"]
 
 Status = Literal["ok", "note", "warning", "error"]
-LIMIT = 10.0
+LIMIT = 5.0
 """Seconds that a tool has to answer in."""
 LOAD_LIMIT = 180.0
 """Seconds that torch and the library have to load in."""
@@ -375,7 +375,8 @@ def check_gpus(at: Context) -> Iterator[Finding]:
         do = "install NVIDIA's driver in Windows, then restart WSL (wsl --shutdown); install no driver in Linux"
         yield Finding("run", "gpu", "warning" if at.backend == "cuda" else "note", saw, why, do)
         return
-    where = " (WSL)" if under_wsl else ""
+    parts = [part for part in ("WSL" if under_wsl else "", machine.driver_library) if part]
+    where = f" ({', '.join(parts)})" if parts else ""
     if machine.gpu_note and machine.driver is None:
         do = "see what nvidia-smi and dmesg say; restart the machine or install the driver again"
         yield Finding("run", "gpu", "warning", machine.gpu_note, "no CUDA program will run", do)

@@ -103,6 +103,8 @@ class Machine:
     """Version of ROCm; None when there is none, or it is not known."""
     gpu_note: str = ""
     """What went wrong when the driver was asked."""
+    driver_library: str = ""
+    """The driver's library; empty when there is none, or the machine is described."""
 
     @property
     def level(self) -> str:
@@ -427,6 +429,7 @@ def _with_gpus(machine: Machine) -> Machine:
         gpus=(*answer.gpus, *amd) if known else None,
         rocm=_rocm_version(),
         gpu_note=answer.note,
+        driver_library=answer.library,
     )
 
 
