@@ -20,35 +20,36 @@ struct Sequence {
 // Sequence `index`; without queries when there is nothing to do, or when its values make no sense.
 __device__ __forceinline__ Sequence sequence_of(const AttentionArgs& a, int64_t index) {
   const int first = a.query_start_loc[index], last = a.query_start_loc[index + 1], length = a.seq_lens[index];
-  const bool good = first >= 0 && last > first && last <= a.num_tokens && last - first <= length &&
+  const bool good = first >= 0 && last > first && last <= int(a.num_tokens) && last - first <= length &&
                     length <= a.max_blocks * a.block_size;
   return good ? Sequence{first, last - first, length} : Sequence{};
 }
 
 // The first position that a query at `position` sees.
 __device__ __forceinline__ int first_visible(const AttentionArgs& a, int position) {
-  return a.sliding_window > 0 && position >= a.sliding_window ? position - int(a.sliding_window) + 1 : 0;
+  const int window = int(a.sliding_window);
+  return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
 // Finds where in the batch a piece of work lies, when sequence s is count(s) pieces on one line. All threads
 // of a block count together.
 template <int Threads>
 struct SequenceScan {
-  int64_t from, to, start, own = 0,
-                           total = 0;  // this thread's sequences, and where their pieces lie on the line
+  int from, to, start, own = 0, total = 0;  // this thread's sequences, and where their pieces lie on the line
 
   template <class Count>
-  __device__ SequenceScan(int64_t num_seqs, const Count& count) {
-    __shared__ int64_t sums[Threads / kWarp];
+  __device__ SequenceScan(int num_seqs, const Count& count) {
+    __shared__ int sums[Threads / kWarp];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    const int64_t each = ceil_div<int64_t>(num_seqs, Threads);
+    const int each = ceil_div(num_seqs, Threads);
     from = threadIdx.x * each;
     to = from + each < num_seqs ? from + each : num_seqs;
-    for (int64_t s = from; s < to; ++s) own += count(s);
-    int64_t up_to = own;  // of this warp's lanes up to this one
+#pragma unroll 1
+    for (int s = from; s < to; ++s) own += count(s);
+    int up_to = own;  // of this warp's lanes up to this one
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
-      const int64_t before = shuffle(up_to, lane >= distance ? lane - distance : lane);
+      const int before = shuffle(up_to, lane >= distance ? lane - distance : lane);
       if (lane >= distance) up_to += before;
     }
     if (lane == kWarp - 1) sums[warp] = up_to;
@@ -62,12 +63,13 @@ struct SequenceScan {
 
   // The sequence of the piece at `position` (less than total, the same in all threads) and where it begins.
   template <class Count>
-  __device__ void find(int64_t position, const Count& count, int64_t& sequence, int64_t& begin) {
-    __shared__ int64_t found[2];
+  __device__ void find(int position, const Count& count, int& sequence, int& begin) {
+    __shared__ int found[2];
     if (position >= start && position < start + own) {
-      int64_t at = start;
-      for (int64_t s = from; s < to; ++s) {
-        const int64_t pieces = count(s);
+      int at = start;
+#pragma unroll 1
+      for (int s = from; s < to; ++s) {
+        const int pieces = count(s);
         if (position < at + pieces) {
           found[0] = s;
           found[1] = at;

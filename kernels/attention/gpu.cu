@@ -38,8 +38,17 @@ int attention_portable(const AttentionArgs& args, void* stream) {
 int64_t attention_workspace_size(int64_t) { return 0; }
 #else
 bool attention_mma_fits(const AttentionArgs& a) {
+  const auto pairs = [](const void* p, int64_t token_stride, int64_t head_stride) {
+    return address(p) % 4 == 0 && token_stride % 2 == 0 && head_stride % 2 == 0;
+  };
+  // The decode kernel counts tiles of 16 positions in 32 bits.
+  const double tiles =
+      double(a.num_seqs) * double(a.max_blocks * a.block_size / 16 + 1) * double(a.num_heads);
   return a.dtype != DType::f32 && a.cache_dtype == a.dtype && a.head_size % 8 == 0 &&
-         is_aligned16(a.key_cache) && is_aligned16(a.value_cache);
+         is_aligned16(a.key_cache) && is_aligned16(a.value_cache) && is_aligned16(a.workspace) &&
+         tiles < 0x7fffffff && a.num_blocks <= 0x7fffffff &&
+         pairs(a.query, a.query_token_stride, a.query_head_stride) &&
+         pairs(a.out, a.out_token_stride, a.out_head_stride);
 }
 
 static int start_prefill(const AttentionArgs& a, AttentionShare share, void* stream) {

@@ -15,15 +15,24 @@
 namespace pelton::gpu {
 namespace {
 
-constexpr int kMinTiles = 8;  // of a block: with fewer, putting parts together costs more than it brings
+constexpr int kMergeThreads = 512;
+constexpr int kMinTiles = 4;  // of a block: with fewer, putting parts together costs more than it brings
 
 // A row's partial result in the workspace is head_size sums, then maximum and weight.
-__host__ __device__ constexpr int64_t slot_floats(int64_t head_size) { return kDecodeRows * (head_size + 2); }
+__host__ __device__ constexpr int slot_floats(int head_size) { return kDecodeRows * (head_size + 2); }
 
 // What the second kernel must know of a block whose last item goes on in the blocks behind it.
 struct Cut {
   int pieces, sequence, kv_head, row_tile;  // pieces 0: nothing was cut
 };
+
+// Four elements of an output; addresses are even numbers of elements.
+template <class T>
+__device__ __forceinline__ void store4(T* out, const float (&sums)[4], float weight) {
+  const float factor = weight == 0 ? 0 : 1 / weight;
+  *reinterpret_cast<uint32_t*>(out) = pack2<T>(sums[0] * factor, sums[1] * factor);
+  *reinterpret_cast<uint32_t*>(out + 2) = pack2<T>(sums[2] * factor, sums[3] * factor);
+}
 
 // The line cut into parts, the first of which are one longer when it does not divide.
 struct Cutting {
@@ -48,19 +57,21 @@ template <int Positions, int Rows>
 struct Item {
   int start = 0, end = 0;
   int index = -1, kv_head = 0, row_tile = 0, row_tiles = 0, first_tile = 0, tiles = 0;
+  int first_position = 0;  // that any of the queries sees
   Sequence sequence;
 
   // Looks at a sequence; returns its tiles on the line.
-  __device__ int64_t open(const AttentionArgs& a, int group, AttentionShare share, int64_t s) {
-    index = int(s);
+  __device__ int open(const AttentionArgs& a, int group, AttentionShare share, int s) {
+    index = s;
     kv_head = row_tile = tiles = 0;
     sequence = sequence_of(a, s);
     if (sequence.num_queries == 0) return 0;
     if (share == AttentionShare::decode && !attention_decodes(sequence.num_queries, group)) return 0;
     row_tiles = ceil_div(sequence.num_queries * group, Rows);
-    first_tile = first_visible(a, sequence.position(0)) / Positions;
+    first_position = first_visible(a, sequence.position(0));
+    first_tile = first_position / Positions;
     tiles = ceil_div(sequence.length, Positions) - first_tile;
-    return int64_t(tiles) * row_tiles * a.num_kv_heads;
+    return tiles * row_tiles * int(a.num_kv_heads);
   }
   // To the item at `line`, of a sequence that begins at `sequence_start`.
   __device__ void seek(int sequence_start, int line) {
@@ -75,8 +86,9 @@ struct Item {
     start = end;
     if (++row_tile == row_tiles) {
       row_tile = 0;
-      if (++kv_head == a.num_kv_heads) {
-        while (index + 1 < a.num_seqs && open(a, group, share, index + 1) == 0) {
+      if (++kv_head == int(a.num_kv_heads)) {
+#pragma unroll 1
+        while (index + 1 < int(a.num_seqs) && open(a, group, share, index + 1) == 0) {
         }
       }
     }
@@ -84,16 +96,24 @@ struct Item {
   }
 };
 
-template <class T_, int D_, int RowBlocks_, int Warps_, int Stages_>
+// D: room for the head; when Exact, head_size is D. A tile is 16 PositionBlocks positions.
+template <class T_, int D_, bool Exact_, int RowBlocks_, int PositionBlocks_, int Warps_, int Stages_>
 struct DecodeShape {
   using T = T_;
   static constexpr int D = D_, kRowBlocks = RowBlocks_, kWarps = Warps_, kStages = Stages_;
-  static constexpr int kThreads = kWarps * kWarp, kPositions = 16, kRows = 8 * kRowBlocks;
+  static constexpr bool kExact = Exact_;
+  static constexpr int kPositionBlocks = PositionBlocks_, kPositions = 16 * kPositionBlocks;
+  static constexpr int kThreads = kWarps * kWarp, kRows = 8 * kRowBlocks;
   static constexpr int kTile = kPositions * D;  // elements of a tile of keys, or of values
   static constexpr int kSumStride = D + 4;      // floats: rows in different banks
   static constexpr int kRing = kWarps * kStages * 2 * kTile;
   static constexpr int kSharedBytes = kRing * 2 + kWarps * 8 * kSumStride * 4;
+  static_assert(kPositions <= kWarp);
   using Item = gpu::Item<kPositions, kRows>;
+
+  static __device__ __forceinline__ int head_size(const AttentionArgs& a) {
+    return kExact ? D : int(a.head_size);
+  }
 };
 
 // The copies of one warp: its tiles of the block's part of the line, one after another, kStages ahead of
@@ -101,67 +121,92 @@ struct DecodeShape {
 template <class S>
 struct Loader {
   using T = typename S::T;
-  static constexpr int kPieces = S::D / 8;  // of 16 bytes, a position
-  static constexpr int kRowsAtOnce = kWarp >= kPieces ? kWarp / kPieces : 1;
+  static constexpr int kPieces = S::D / 8, kRowsAtOnce = kWarp / kPieces;  // pieces: of 16 bytes, a position
+  static constexpr int kTileBytes = S::kTile * 2, kRowBytes = S::D * 2;
+  static_assert(kPieces <= kWarp);
 
   const AttentionArgs& a;
-  T* ring;
+  SharedAddress ring;  // of this lane's piece of the first position
   int group;
   AttentionShare share;
   typename S::Item item;
-  int line, end;                        // the next tile, and where this block's part ends
-  bool whole_pages;                     // the positions of a tile lie in one block of the cache
-  int base = 0, block = -1, stage = 0;  // of the next tile; the block of position base + lane % kPositions
+  int line, end;            // the next tile, and where this block's part ends
+  int page_shift;           // of the cache's block_size; negative when it is no power of two
+  bool whole_pages;         // 16 positions always lie in one block of the cache
+  int base = 0, stage = 0;  // of the next tile
+  int block = -1;           // that holds position base + lane of the next tile
 
+  __device__ __forceinline__ int page_of(int position) const {
+    return page_shift >= 0 ? position >> page_shift : position / int(a.block_size);
+  }
   __device__ void look_up(int lane) {
     if (line >= end) return;
+#pragma unroll 1
     while (line >= item.end) item.advance(a, group, share);
     base = (item.first_tile + line - item.start) * S::kPositions;
-    const int position = base + lane % S::kPositions;
-    block = -1;
-    if (position >= first_visible(a, item.sequence.position(0)) && position < item.sequence.length) {
-      block = a.block_tables[item.index * a.block_table_stride + position / int(a.block_size)];
-      if (uint32_t(block) >= uint64_t(a.num_blocks)) block = -1;
-    }
+    const int position = min(max(base + lane, item.first_position), item.sequence.length - 1);
+    block = a.block_tables[item.index * a.block_table_stride + page_of(position)];
+    if (uint32_t(block) >= uint32_t(a.num_blocks)) block = -1;
+  }
+
+  // Element of the caches where `position` of a block begins, for this lane's piece.
+  __device__ __forceinline__ int64_t offset_of(int block_of, int position, int lane) const {
+    const int page = int(a.block_size), head_size = S::head_size(a);
+    return (int64_t(block_of) * int(a.num_kv_heads) + item.kv_head) * int64_t(page * head_size) +
+           (position - page_of(position) * page) * head_size + lane % kPieces * 8;
   }
 
   // Starts the copies of the next tile; also without one a group of copies is closed, so that all warps count
   // alike.
-  __device__ void next(int lane) {
+  __device__ __forceinline__ void next(int lane) {
     if (line < end) {
-      T* const keys = ring + stage * 2 * S::kTile;
-      const int block_size = int(a.block_size), head_size = int(a.head_size), piece = lane % kPieces;
       const T* const key_cache = static_cast<const T*>(a.key_cache);
       const T* const value_cache = static_cast<const T*>(a.value_cache);
-      const auto offset_of = [&](int block_of, int position) {
-        return ((int64_t(block_of) * a.num_kv_heads + item.kv_head) * block_size + position % block_size) *
-               head_size;
-      };
-      int64_t offset = 0;  // of the tile's first position
-      if (whole_pages) {
-        int any = block;  // positions that are not visible have none
+      const int head_size = S::head_size(a);
+      const bool inside = S::kExact || lane % kPieces * 8 < head_size;
+      const SharedAddress tile = ring + stage * (2 * kTileBytes);
+      const int first = item.first_position - base, count = item.sequence.length - base;
 #pragma unroll
-        for (int mask = 1; mask < S::kPositions; mask *= 2) any = max(any, shuffle_xor(any, mask));
-        offset = offset_of(any, base);
-      }
+      for (int m = 0; m < S::kPositionBlocks; ++m) {
+        const SharedAddress keys = tile + m * (16 * kRowBytes), values = keys + kTileBytes;
+        const int page = shuffle(block, 16 * m);
+        if (!whole_pages) {
+#pragma unroll 1
+          for (int r = 0; r < 16; r += kRowsAtOnce) {
+            const int row = r + lane / kPieces, row_page = shuffle(block, 16 * m + row);
+            const bool valid = inside && row_page >= 0 && 16 * m + row >= first && 16 * m + row < count;
+            const int64_t offset = valid ? offset_of(row_page, base + 16 * m + row, lane) : 0;
+            copy_async16((keys + r * kRowBytes) ^ ((r & 7) * 16), key_cache + offset, valid);
+            copy_async16((values + r * kRowBytes) ^ ((r & 7) * 16), value_cache + offset, valid);
+          }
+          continue;
+        }
+        const int64_t offset =
+            page < 0 ? 0 : offset_of(page, base + 16 * m, lane) + (lane / kPieces) * head_size;
+        const T *const key = key_cache + offset, *const value = value_cache + offset;
+        if (S::kExact && page >= 0 && 16 * m >= first && 16 * m + 16 <= count) {
 #pragma unroll
-      for (int r = 0; r < S::kPositions; r += kRowsAtOnce) {
-        const int row = r + lane / kPieces;
-        const int row_block = shuffle(block, row);
-        const int64_t from = whole_pages ? offset + row * head_size : offset_of(row_block, base + row);
+          for (int r = 0; r < 16; r += kRowsAtOnce) {
+            copy_async16((keys ^ ((r & 7) * 16)) + r * kRowBytes, key + r * head_size);
+            copy_async16((values ^ ((r & 7) * 16)) + r * kRowBytes, value + r * head_size);
+          }
+        } else {
 #pragma unroll
-        for (int p = piece; p < kPieces; p += kWarp) {
-          const bool valid = row_block >= 0 && p * 8 < head_size;
-          const int64_t element = valid ? from + p * 8 : 0;
-          copy_async16(piece_of<T, S::D>(keys, row, p), key_cache + element, valid);
-          copy_async16(piece_of<T, S::D>(keys + S::kTile, row, p), value_cache + element, valid);
+          for (int r = 0; r < 16; r += kRowsAtOnce) {
+            const int row = 16 * m + r + lane / kPieces;
+            const bool valid = inside && page >= 0 && row >= first && row < count;
+            const int64_t from = valid ? r * head_size : 0;
+            copy_async16((keys ^ ((r & 7) * 16)) + r * kRowBytes, valid ? key + from : key_cache, valid);
+            copy_async16((values ^ ((r & 7) * 16)) + r * kRowBytes, valid ? value + from : value_cache,
+                         valid);
+          }
         }
       }
       line += S::kWarps;
       stage = stage + 1 == S::kStages ? 0 : stage + 1;
-      look_up(lane);
     }
     copy_async_commit();
+    look_up(lane);
   }
 };
 
@@ -195,11 +240,10 @@ struct QueryRows {
   int first[S::kRowBlocks][2], last[S::kRowBlocks][2];
   int whole_first, whole_last;  // positions that all rows see
 
-  __device__ void load(const AttentionArgs& a, const typename S::Item& item, int group, bool aligned,
-                       int lane) {
+  __device__ void load(const AttentionArgs& a, const typename S::Item& item, int group, int lane) {
     using T = typename S::T;
     const int rows = item.sequence.num_queries * group, first_row = item.row_tile * S::kRows;
-    const int head_size = int(a.head_size);
+    const int head_size = S::head_size(a);
 #pragma unroll
     for (int n = 0; n < S::kRowBlocks; ++n) {
       const int row = first_row + 8 * n + lane / 4;
@@ -212,10 +256,7 @@ struct QueryRows {
         for (int half = 0; half < 2; ++half) {
           const int d = 16 * k + 8 * half + 2 * (lane % 4);
           uint32_t pair = 0;
-          if (row < rows && d < head_size) {
-            pair = aligned ? *reinterpret_cast<const uint32_t*>(from + d)
-                           : uint32_t(from[d].bits) | uint32_t(from[d + 1].bits) << 16;
-          }
+          if (row < rows && d < head_size) pair = *reinterpret_cast<const uint32_t*>(from + d);
           q[k][n][half] = pair;
         }
       }
@@ -238,6 +279,7 @@ struct QueryRows {
 template <class S>
 __device__ bool values_are_finite(const typename S::T* values, int lane) {
   bool finite = true;
+#pragma unroll 1
   for (int i = lane; i < S::kTile / 8; i += kWarp) {
     const auto words = load_vector<uint32_t>(reinterpret_cast<const uint32_t*>(values) + 4 * i);
     for (int w = 0; w < 4; ++w) finite = finite && !any_not_finite<typename S::T>(words[w]);
@@ -250,72 +292,120 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
                                             const Scores& score, typename S::T* keys, int base,
                                             bool several_queries, int lane) {
   using T = typename S::T;
-  constexpr int kSteps = S::D / 16;
+  constexpr int kSteps = S::D / 16, kBlocks = S::kPositionBlocks, kHalves = 2 * kBlocks;
   T* const values = keys + S::kTile;
-  // Scores of positions group and group + 8 for the lane's rows; two chains of products hide their latency.
-  float s[S::kRowBlocks][4] = {}, odd[S::kRowBlocks][4] = {};
+  // Scores: of positions 16 m + 8 half + group, where group = lane / 4, for the lane's rows (index 2 m +
+  // half).
+  float s[S::kRowBlocks][kHalves][2];
+  {
+    // Two chains of products at least hide their latency.
+    constexpr int kChains = kBlocks * S::kRowBlocks == 1 ? 2 : 1;
+    float d[kChains][kBlocks][S::kRowBlocks][4] = {};
+    const LaneRow<S::D> lane_row = lane_of_rows<S::D>(shared_address(keys));
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    uint32_t a[4];
-    load_rows<S::D>(a, keys, 0, k);
+    for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-    for (int n = 0; n < S::kRowBlocks; ++n) mma_m16n8k16<T>(k % 2 ? odd[n] : s[n], a, rows.q[k][n]);
+      for (int m = 0; m < kBlocks; ++m) {
+        uint32_t a[4];
+        load_matrix_x4<false>(a, lane_row.at(k, m));
+#pragma unroll
+        for (int n = 0; n < S::kRowBlocks; ++n) mma_m16n8k16<T>(d[k % kChains][m][n], a, rows.q[k][n]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < S::kRowBlocks; ++n) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          s[n][h][c] = d[0][h / 2][n][h % 2 * 2 + c];
+          if constexpr (kChains == 2) s[n][h][c] += d[1][h / 2][n][h % 2 * 2 + c];
+        }
+      }
+    }
   }
   const bool edge = base < rows.whole_first || base + S::kPositions - 1 > rows.whole_last;
-  uint32_t p[S::kRowBlocks][2];
+  float highest[S::kRowBlocks][2];
+  bool higher = false;
 #pragma unroll
   for (int n = 0; n < S::kRowBlocks; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
-    if (!score.direct) {
+    for (int c = 0; c < 2; ++c) {
+      highest[n][c] = acc.maximum[n][c];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = score(s[n][i]);
-    }
-    if (edge) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int position = base + lane / 4 + i / 2 * 8;
-        if (position < rows.first[n][i % 2] || position > rows.last[n][i % 2]) s[n][i] = -INFINITY;
+      for (int h = 0; h < kHalves; ++h) {
+        if (!score.direct) s[n][h][c] = score(s[n][h][c]);
+        if (edge) {
+          const int position = base + 8 * h + lane / 4;
+          if (position < rows.first[n][c] || position > rows.last[n][c]) s[n][h][c] = -INFINITY;
+        }
+        highest[n][c] = fmaxf(highest[n][c], s[n][h][c]);
       }
     }
-    float keep[2];
+  }
+#pragma unroll
+  for (int mask = 4; mask < kWarp; mask *= 2) {
+#pragma unroll
+    for (int n = 0; n < S::kRowBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) highest[n][c] = fmaxf(highest[n][c], shuffle_xor(highest[n][c], mask));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < S::kRowBlocks; ++n) {
+    higher = higher || highest[n][0] > acc.maximum[n][0] || highest[n][1] > acc.maximum[n][1];
+  }
+  if (__any_sync(kAllLanes, higher)) {
+#pragma unroll
+    for (int n = 0; n < S::kRowBlocks; ++n) {
+      float keep[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float origin = highest[n][c] == -INFINITY ? 0 : highest[n][c];
+        keep[c] = exp2_fast((acc.maximum[n][c] - origin) * score.unit);
+        acc.maximum[n][c] = highest[n][c];
+        acc.weight[n][c] *= keep[c];
+      }
+#pragma unroll
+      for (int e = 0; e < kSteps; ++e) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc.sums[e][n][i] *= keep[i % 2];
+      }
+    }
+  }
+  uint32_t p[S::kRowBlocks][kHalves];
+#pragma unroll
+  for (int n = 0; n < S::kRowBlocks; ++n) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      float highest = fmaxf(acc.maximum[n][c], fmaxf(s[n][c], s[n][2 + c]));
+      const float origin = acc.maximum[n][c] == -INFINITY ? 0 : acc.maximum[n][c];
+      float sum = 0;
 #pragma unroll
-      for (int mask = 4; mask < kWarp; mask *= 2) highest = fmaxf(highest, shuffle_xor(highest, mask));
-      const float origin = highest == -INFINITY ? 0 : highest;
-      keep[c] = exp2f((acc.maximum[n][c] - origin) * score.unit);
-      acc.maximum[n][c] = highest;
-      s[n][c] = exp2f((s[n][c] - origin) * score.unit);
-      s[n][2 + c] = exp2f((s[n][2 + c] - origin) * score.unit);
-      acc.weight[n][c] = acc.weight[n][c] * keep[c] + s[n][c] + s[n][2 + c];
+      for (int h = 0; h < kHalves; ++h) {
+        s[n][h][c] = exp2_fast((s[n][h][c] - origin) * score.unit);
+        sum += s[n][h][c];
+      }
+      acc.weight[n][c] += sum;
     }
 #pragma unroll
-    for (int e = 0; e < kSteps; ++e) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc.sums[e][n][i] *= keep[i % 2];
-    }
-    p[n][0] = transpose_matrix(pack2<T>(s[n][0], s[n][1]));
-    p[n][1] = transpose_matrix(pack2<T>(s[n][2], s[n][3]));
+    for (int h = 0; h < kHalves; ++h) p[n][h] = transpose_matrix(pack2<T>(s[n][h][0], s[n][h][1]));
   }
   if (edge && several_queries && !values_are_finite<S>(values, lane)) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
 #pragma unroll 1
-    for (int r = 0; r < S::kPositions; ++r) {
-      const int position = base + r;
+      for (int r = 0; r < 8; ++r) {
+        const int position = base + 8 * h + r;
 #pragma unroll
-      for (int n = 0; n < S::kRowBlocks; ++n) {
+        for (int n = 0; n < S::kRowBlocks; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float weight = shuffle(r < 8 ? s[n][c] : s[n][2 + c], r % 8 * 4 + lane % 4);
-          if (position < rows.first[n][c] || position > rows.last[n][c]) continue;
+          for (int c = 0; c < 2; ++c) {
+            const float weight = shuffle(s[n][h][c], 4 * r + lane % 4);
+            if (position < rows.first[n][c] || position > rows.last[n][c]) continue;
 #pragma unroll
-          for (int e = 0; e < kSteps; ++e) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const int piece = 2 * e + half;
-              acc.sums[e][n][2 * half + c] +=
-                  weight * to_float(piece_of<T, S::D>(values, r, piece)[lane / 4]);
+            for (int piece = 0; piece < 2 * kSteps; ++piece) {
+              acc.sums[piece / 2][n][piece % 2 * 2 + c] +=
+                  weight * to_float(piece_of<T, S::D>(values, 8 * h + r, piece)[lane / 4]);
             }
           }
         }
@@ -323,12 +413,19 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
     }
     return;
   }
+  const LaneRow<S::D> lane_column = lane_of_columns<S::D>(shared_address(values));
 #pragma unroll
   for (int e = 0; e < kSteps; ++e) {
-    uint32_t a[4];
-    load_columns<S::D>(a, values, 0, e);
 #pragma unroll
-    for (int n = 0; n < S::kRowBlocks; ++n) mma_m16n8k16<T>(acc.sums[e][n], a, p[n]);
+    for (int m = 0; m < kBlocks; ++m) {
+      uint32_t a[4];
+      load_matrix_x4<true>(a, lane_column.at(e, m));
+#pragma unroll
+      for (int n = 0; n < S::kRowBlocks; ++n) {
+        const uint32_t b[2] = {p[n][2 * m], p[n][2 * m + 1]};
+        mma_m16n8k16<T>(acc.sums[e][n], a, b);
+      }
+    }
   }
 }
 
@@ -336,8 +433,8 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     decode_kernel(const __grid_constant__ AttentionArgs a, const AttentionShare share) {
   using T = typename S::T;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int group = int(a.num_heads / a.num_kv_heads), head_size = int(a.head_size);
+  const int lane = threadIdx.x % kWarp, warp = shuffle(int(threadIdx.x / kWarp), 0);  // the same in all lanes
+  const int group = int(a.num_heads / a.num_kv_heads), head_size = S::head_size(a);
   T* const ring = dynamic_shared<T>() + warp * (S::kStages * 2 * S::kTile);
   float* const exchange = reinterpret_cast<float*>(dynamic_shared<T>() + S::kRing);
   __shared__ float maxima[S::kWarps][S::kRows], weights[S::kWarps][S::kRows];
@@ -345,51 +442,62 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   float* const slots = a.workspace + gridDim.x * (sizeof(Cut) / 4);
 
   typename S::Item item;
-  const auto count = [&](int64_t s) { return item.open(a, group, share, s); };
-  SequenceScan<S::kThreads> scan(a.num_seqs, count);
-  const int total = int(scan.total), parts = min(int(gridDim.x), ceil_div(total, kMinTiles));
+  const auto count = [&](int s) { return item.open(a, group, share, s); };
+  SequenceScan<S::kThreads> scan(int(a.num_seqs), count);
+  const int total = scan.total, parts = min(int(gridDim.x), ceil_div(total, kMinTiles));
   const Cutting cutting(total, parts);
   int first = 0, last = 0;
   if (int(blockIdx.x) < parts) {
     first = cutting.first(blockIdx.x);
     last = cutting.first(blockIdx.x + 1);
-    int64_t sequence, sequence_start;
+    int sequence, sequence_start;
     scan.find(first, count, sequence, sequence_start);
     count(sequence);
-    item.seek(int(sequence_start), first);
+    item.seek(sequence_start, first);
   }
   Cut cut{};
   let_next_start();
 
   if (first < last) {
     const Scores score(a);
-    const bool aligned = a.query_token_stride % 2 == 0 && a.query_head_stride % 2 == 0 &&
-                         reinterpret_cast<uintptr_t>(a.query) % 4 == 0;
-    Loader<S> loader{.a = a,
-                     .ring = ring,
-                     .group = group,
-                     .share = share,
-                     .item = item,
-                     .line = first + warp,
-                     .end = last,
-                     .whole_pages = a.block_size % S::kPositions == 0};
+    constexpr int kPieces = S::D / 8;
+    Loader<S> loader{
+        .a = a,
+        .ring =
+            shared_address(ring) + lane / kPieces * (S::D * 2) + (lane % kPieces ^ (lane / kPieces & 7)) * 16,
+        .group = group,
+        .share = share,
+        .item = item,
+        .line = first + warp,
+        .end = last,
+        .page_shift = (a.block_size & (a.block_size - 1)) == 0 ? __ffs(int(a.block_size)) - 1 : -1,
+        .whole_pages = a.block_size % 16 == 0};
     loader.look_up(lane);
-    for (int i = 0; i < S::kStages - 1; ++i) loader.next(lane);
+    int ahead = 0;  // tiles whose copies were started and that are not used yet
     QueryRows<S> rows;
     Accumulator<S> acc;
     int line = first + warp;
-    for (int stage = 0;;) {
-      rows.load(a, item, group, aligned, lane);
-      acc.clear();
-      const int piece_end = min(item.end, last);
-      for (; line < piece_end; line += S::kWarps) {
-        copy_async_wait<S::kStages - 2>();
+    int stage = 0;
+    bool opened = false;
+    for (;;) {
+      __syncwarp();  // the last tile has been used by all lanes
+#pragma unroll 1
+      for (; ahead < S::kStages; ++ahead) loader.next(lane);
+      if (!opened) {
+        rows.load(a, item, group, lane);
+        acc.clear();
+        opened = true;
+      }
+      if (line < min(item.end, last)) {
+        copy_async_wait<S::kStages - 1>();
         __syncwarp();
-        loader.next(lane);
         const int base = (item.first_tile + line - item.start) * S::kPositions;
         attend_tile<S>(acc, rows, score, ring + stage * 2 * S::kTile, base, item.sequence.num_queries > 1,
                        lane);
+        line += S::kWarps;
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
+        --ahead;
+        continue;
       }
 
       // Put the warps' sums together, eight rows at a time.
@@ -429,7 +537,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           const float origin = highest == -INFINITY ? 0 : highest;
           float weight = 0, sum[4] = {};
           for (int w = 0; w < S::kWarps; ++w) {
-            const float factor = exp2f(maxima[w][row] - origin);
+            const float factor = exp2_fast(maxima[w][row] - origin);
             const auto part = load_vector<float>(exchange + (w * 8 + row) * S::kSumStride + d);
             weight += weights[w][row] * factor;
             for (int j = 0; j < 4; ++j) sum[j] += part[j] * factor;
@@ -440,9 +548,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             T* const out = static_cast<T*>(a.out) +
                            (item.sequence.first_row + full_row / group) * a.out_token_stride +
                            (item.kv_head * group + full_row % group) * a.out_head_stride + d;
-            for (int j = 0; j < 4; ++j) out[j] = from_float<T>(weight == 0 ? 0 : sum[j] / weight);
+            store4(out, sum, weight);
           } else {
-            for (int j = 0; j < 4; ++j) slot[tile_row * head_size + d + j] = sum[j];
+            store_vector(slot + tile_row * head_size + d, Vector<float, 4>{sum[0], sum[1], sum[2], sum[3]});
             if (d == 0) {
               slot[kDecodeRows * head_size + 2 * tile_row] = highest;
               slot[kDecodeRows * head_size + 2 * tile_row + 1] = weight;
@@ -459,90 +567,93 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       if (item.end == last) break;
       item.advance(a, group, share);
+      opened = false;
     }
     copy_async_wait<0>();
   }
   if (gridDim.x > 1 && threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
 
-// One block a cut, one warp a row.
+// One block a cut. A warp takes 32 elements of a row's head at a time: 8 lanes of 4 elements, of 4 pieces at
+// once.
 template <class T, int Rows>
-__global__ void __launch_bounds__(Rows* kWarp) merge_kernel(const __grid_constant__ AttentionArgs a) {
-  constexpr int kElements = kMaxHeadSize / kWarp;  // of the head, a lane
-  const int row = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_constant__ AttentionArgs a) {
+  constexpr int kElements = 4, kSlice = 32, kLanes = kSlice / kElements, kAtOnce = kWarp / kLanes;
+  const int lane = threadIdx.x % kWarp, at_once = lane / kLanes;
   const int block = blockIdx.x, group = int(a.num_heads / a.num_kv_heads), head_size = int(a.head_size);
   wait_for_previous();
   const Cut cut = reinterpret_cast<const Cut*>(a.workspace)[block];
   if (cut.pieces == 0) return;
   const Sequence sequence = sequence_of(a, cut.sequence);
-  const int full_row = cut.row_tile * Rows + row;
-  if (full_row >= sequence.num_queries * group) return;
-  const int64_t slot = slot_floats(head_size);
+  const int slot = slot_floats(head_size);
   // The first piece is the last of its block; the other blocks begin with theirs.
   const float* const pieces = a.workspace + gridDim.x * (sizeof(Cut) / 4) + 2 * block * slot;
-  const auto piece = [&](int i) { return pieces + (i == 0 ? 1 : 2 * i) * slot; };
-  const int statistics = int(kDecodeRows) * head_size + 2 * row;
-  float highest = -INFINITY;
-  for (int i = lane; i < cut.pieces; i += kWarp) highest = fmaxf(highest, piece(i)[statistics]);
-  highest = warp_max(highest);
-  const float origin = highest == -INFINITY ? 0 : highest;
-  float sums[kElements] = {}, weight = 0;
-#pragma unroll 4
-  for (int i = 0; i < cut.pieces; ++i) {
-    const float* const from = piece(i);
-    const float factor = exp2f(from[statistics] - origin);
-    weight += from[statistics + 1] * factor;
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      const int d = e * kWarp + lane;
-      if (d < head_size) sums[e] += from[row * head_size + d] * factor;
+  const int first_row = cut.row_tile * Rows, rows = min(sequence.num_queries * group - first_row, Rows);
+  const int slices = ceil_div(head_size, kSlice);
+#pragma unroll 1
+  for (int task = shuffle(int(threadIdx.x / kWarp), 0); task < rows * slices; task += kMergeThreads / kWarp) {
+    const int row = task / slices, d = task % slices * kSlice + lane % kLanes * kElements;
+    const int statistics = int(kDecodeRows) * head_size + 2 * row;
+    float highest = -INFINITY;
+#pragma unroll 1
+    for (int i = lane; i < cut.pieces; i += kWarp) {
+      highest = fmaxf(highest, pieces[(i == 0 ? 1 : 2 * i) * slot + statistics]);
     }
-  }
-  T* const out = static_cast<T*>(a.out) + (sequence.first_row + full_row / group) * a.out_token_stride +
-                 (cut.kv_head * group + full_row % group) * a.out_head_stride;
+    highest = warp_max(highest);
+    const float origin = highest == -INFINITY ? 0 : highest;
+    float sums[kElements] = {}, weight = 0;
+#pragma unroll 4
+    for (int i = at_once; i < cut.pieces; i += kAtOnce) {
+      const float* const from = pieces + (i == 0 ? 1 : 2 * i) * slot;
+      const float factor = exp2_fast(from[statistics] - origin);
+      const auto part =
+          d < head_size ? load_vector<float>(from + row * head_size + d) : Vector<float, kElements>{};
+      weight += from[statistics + 1] * factor;
 #pragma unroll
-  for (int e = 0; e < kElements; ++e) {
-    const int d = e * kWarp + lane;
-    if (d < head_size) out[d] = from_float<T>(weight == 0 ? 0 : sums[e] / weight);
+      for (int e = 0; e < kElements; ++e) sums[e] += part[e] * factor;
+    }
+#pragma unroll
+    for (int mask = kLanes; mask < kWarp; mask *= 2) {
+      weight += shuffle_xor(weight, mask);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) sums[e] += shuffle_xor(sums[e], mask);
+    }
+    if (at_once == 0 && d < head_size) {
+      const int full_row = first_row + row;
+      T* const out = static_cast<T*>(a.out) + (sequence.first_row + full_row / group) * a.out_token_stride +
+                     (cut.kv_head * group + full_row % group) * a.out_head_stride + d;
+      store4(out, sums, weight);
+    }
   }
 }
 
 template <class S>
 int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
-  const int64_t each = sizeof(Cut) / 4 + 2 * slot_floats(a.head_size);
+  const int64_t each = sizeof(Cut) / 4 + 2 * slot_floats(int(a.head_size));
   const int64_t blocks =
       std::max<int64_t>(1, std::min<int64_t>(device_properties().multiprocessors, a.workspace_size / each));
   if (const int error = allow_shared_memory(decode_kernel<S>, S::kSharedBytes)) return error;
   decode_kernel<S><<<unsigned(blocks), S::kThreads, S::kSharedBytes, stream>>>(a, share);
   if (const int error = launch_result()) return error;
   if (blocks == 1) return 0;
-  return launch_dependent(merge_kernel<typename S::T, S::kRows>, unsigned(blocks), S::kRows * kWarp, stream,
-                          a);
-}
-
-template <class T, int D>
-int start_rows(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
-  const bool narrow = a.num_heads / a.num_kv_heads <= 8 && a.num_tokens <= a.num_seqs;
-  if constexpr (D == 256) {
-    return start<DecodeShape<T, D, 1, 4, 3>>(a, share, stream);
-  } else {
-    constexpr int kStages = D == 64 ? 4 : 3;
-    if (narrow) return start<DecodeShape<T, D, 1, 8, kStages>>(a, share, stream);
-    return start<DecodeShape<T, D, 2, 8, kStages>>(a, share, stream);
-  }
+  return launch_dependent(merge_kernel<typename S::T, S::kRows>, unsigned(blocks), kMergeThreads, stream, a);
 }
 
 template <class T>
 int start_head(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
-  if (a.head_size <= 64) return start_rows<T, 64>(a, share, stream);
-  if (a.head_size <= 128) return start_rows<T, 128>(a, share, stream);
-  return start_rows<T, 256>(a, share, stream);
+  // Two blocks of rows for large groups, and where sequences may have several queries.
+  const bool wide = a.num_heads / a.num_kv_heads > 8 || a.num_tokens > a.num_seqs;
+  if (a.head_size <= 64) return start<DecodeShape<T, 64, false, 2, 2, 8, 3>>(a, share, stream);
+  if (a.head_size > 128) return start<DecodeShape<T, 256, false, 1, 1, 4, 3>>(a, share, stream);
+  if (a.head_size < 128) return start<DecodeShape<T, 128, false, 2, 2, 4, 3>>(a, share, stream);
+  if (wide) return start<DecodeShape<T, 128, true, 2, 2, 4, 3>>(a, share, stream);
+  return start<DecodeShape<T, 128, true, 1, 2, 4, 3>>(a, share, stream);
 }
 
 }  // namespace
 
 int64_t attention_workspace_size(int64_t head_size) {
-  return device_properties().multiprocessors * int64_t(sizeof(Cut) / 4 + 2 * slot_floats(head_size));
+  return device_properties().multiprocessors * int64_t(sizeof(Cut) / 4 + 2 * slot_floats(int(head_size)));
 }
 
 int attention_decode(const AttentionArgs& a, AttentionShare share, void* stream) {

@@ -90,25 +90,25 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
   __shared__ int last_of_row[S::kRows];  // the last position that a row sees
 
   // Which tile: the last rows of a sequence, which see most, come first.
-  const auto count = [&](int64_t s) -> int64_t {
+  const auto count = [&](int s) -> int {
     const Sequence sequence = sequence_of(a, s);
     if (sequence.num_queries == 0) return 0;
     if (share == AttentionShare::prefill && attention_decodes(sequence.num_queries, group)) return 0;
-    return ceil_div<int64_t>(int64_t(sequence.num_queries) * group, S::kRows);
+    return ceil_div(sequence.num_queries * group, S::kRows);
   };
-  SequenceScan<kThreads> scan(a.num_seqs, count);
-  const int64_t tile_index = blockIdx.x / a.num_kv_heads;
+  SequenceScan<kThreads> scan(int(a.num_seqs), count);
+  const int kv_heads = int(a.num_kv_heads), tile_index = blockIdx.x / kv_heads;
   if (tile_index >= scan.total) return;
-  int64_t index, begin;
+  int index, begin;
   scan.find(tile_index, count, index, begin);
   __shared__ RowTile rows;  // registers are scarce
   if (threadIdx.x == 0) {
     const Sequence sequence = sequence_of(a, index);
     const int all_rows = sequence.num_queries * group;
-    const int first_row = (int(count(index)) - 1 - int(tile_index - begin)) * S::kRows;
+    const int first_row = (count(index) - 1 - (tile_index - begin)) * S::kRows;
     rows = {.sequence = sequence,
-            .index = int(index),
-            .kv_head = int(blockIdx.x % a.num_kv_heads),
+            .index = index,
+            .kv_head = int(blockIdx.x) % kv_heads,
             .group = group,
             .first_row = first_row,
             .num_rows = all_rows - first_row < S::kRows ? all_rows - first_row : S::kRows};
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
         highest = fmaxf(highest, shuffle_xor(highest, 1));
         highest = fmaxf(highest, shuffle_xor(highest, 2));
         const float origin = highest == -INFINITY ? 0 : highest;
-        const float keep = exp2f((maximum[m][half] - origin) * score.unit);
+        const float keep = exp2_fast((maximum[m][half] - origin) * score.unit);
         maximum[m][half] = highest;
         float sum = 0;
 #pragma unroll
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& p = s[m][n][2 * half + c];
-            p = exp2f((p - origin) * score.unit);
+            p = exp2_fast((p - origin) * score.unit);
             sum += p;
           }
         }
@@ -325,6 +325,7 @@ int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   const int64_t least = share == AttentionShare::prefill ? std::max<int64_t>(2, kDecodeRows / group + 1) : 1;
   const int64_t sequences = std::min(a.num_seqs, a.num_tokens / least);
   const int64_t tiles = (a.num_tokens * group) / S::kRows + sequences;
+  if (tiles == 0) return 0;
   if (const int error = allow_shared_memory(prefill_kernel<S>, S::kSharedBytes)) return error;
   prefill_kernel<S><<<unsigned(tiles * a.num_kv_heads), kThreads, S::kSharedBytes, stream>>>(a, share);
   return launch_result();

@@ -12,19 +12,40 @@ __device__ __forceinline__ T* piece_of(T* tile, int row, int piece) {
   return tile + row * D + (piece ^ (row & 7)) * 8;
 }
 
+// Where this lane's row of a matrix lies. `tile` has rows of D elements; operand_at gives the address for the
+// 16 elements of the head that begin at 16 step, of the rows 16 block and after.
+template <int D>
+struct LaneRow {
+  SharedAddress first;
+
+  __device__ LaneRow(SharedAddress tile, int row, int piece)
+      : first(tile + row * D * 2 + (piece ^ (row & 7)) * 16) {}
+  __device__ __forceinline__ SharedAddress at(int step, int block = 0) const {
+    return (first ^ (step * 32)) + block * (16 * D * 2);
+  }
+};
+
+// For A operands of 16 positions x 16 elements of the head, from a tile of rows of positions
+// (load_matrix_x4<false>).
+template <int D>
+__device__ __forceinline__ LaneRow<D> lane_of_rows(SharedAddress tile) {
+  const int lane = threadIdx.x % kWarp;
+  return {tile, lane % 16, lane / 16};
+}
+
+// For A operands of 16 elements of the head x 16 positions, from the same kind of tile
+// (load_matrix_x4<true>).
+template <int D>
+__device__ __forceinline__ LaneRow<D> lane_of_columns(SharedAddress tile) {
+  const int lane = threadIdx.x % kWarp;
+  return {tile, lane % 8 + lane / 16 * 8, lane / 8 % 2};
+}
+
 // A operand of 16 positions x 16 elements of the head, from a tile of rows of positions.
 template <int D, class T>
 __device__ __forceinline__ void load_rows(uint32_t (&a)[4], T* tile, int first_row, int step) {
   const int lane = threadIdx.x % kWarp;
   load_matrix_x4<false>(a, piece_of<T, D>(tile, first_row + lane % 16, 2 * step + lane / 16));
-}
-
-// A operand of 16 elements of the head x 16 positions, from the same kind of tile.
-template <int D, class T>
-__device__ __forceinline__ void load_columns(uint32_t (&a)[4], T* tile, int first_row, int step) {
-  const int lane = threadIdx.x % kWarp;
-  load_matrix_x4<true>(a,
-                       piece_of<T, D>(tile, first_row + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
 }
 
 // B operands of two neighbouring blocks of 8 positions x 16 elements of the head.
@@ -66,7 +87,7 @@ struct Scores {
   }
   __device__ float operator()(float product) const {
     // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-    return cap > 0 ? cap - 2 * cap / (exp2f(product * factor) + 1) : product * factor;
+    return cap > 0 ? cap - 2 * cap / (exp2_fast(product * factor) + 1) : product * factor;
   }
 };
 

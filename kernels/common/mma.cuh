@@ -7,11 +7,29 @@
 #if defined(PELTON_CUDA) || defined(PELTON_EMULATION)
 namespace pelton::gpu {
 
+// An address in shared memory as instructions take it. Tiles are aligned, so that bits of it may be flipped.
 #ifdef PELTON_CUDA
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
+using SharedAddress = uint32_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
+#else
+using SharedAddress = uintptr_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* p) {
+  return reinterpret_cast<uintptr_t>(p);
+}
 #endif
+
+// 2^x to two units in the last place.
+__device__ __forceinline__ float exp2_fast(float x) {
+#ifdef PELTON_CUDA
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return exp2f(x);
+#endif
+}
 
 // D[16 x 8] += A[16 x 16] * B[16 x 8] for one warp; T is f16 or bf16, D fp32. With group = lane / 4, pair =
 // lane % 4:
@@ -43,22 +61,26 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 // / 8 (16 bytes, aligned); afterwards r[m] holds of matrix m the elements 2 (lane % 4), + 1 of row lane / 4,
 // or, with Transposed, of column lane / 4.
 template <bool Transposed>
-__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], SharedAddress row) {
 #ifdef PELTON_EMULATION
-  emulation::load_matrix_x4<Transposed>(r, row);
+  emulation::load_matrix_x4<Transposed>(r, reinterpret_cast<const void*>(row));
 #else
   if constexpr (Transposed) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
   }
 #endif
+}
+template <bool Transposed>
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
+  load_matrix_x4<Transposed>(r, shared_address(row));
 }
 
 // An 8x8 matrix of 16-bit elements that a warp holds as load_matrix_x4 gives it, transposed.
@@ -78,14 +100,24 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t r) {
 
 // Starts to copy 16 bytes from global to shared memory, past L1. When not `valid`, nothing is read and the 16
 // bytes become zero.
-__device__ __forceinline__ void copy_async16(void* shared, const void* global, bool valid = true) {
+__device__ __forceinline__ void copy_async16(SharedAddress shared, const void* global, bool valid) {
 #ifdef PELTON_EMULATION
-  emulation::copy_async16(shared, global, valid);
+  emulation::copy_async16(reinterpret_cast<void*>(shared), global, valid);
 #else
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(valid ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
                : "memory");
 #endif
+}
+__device__ __forceinline__ void copy_async16(SharedAddress shared, const void* global) {
+#ifdef PELTON_EMULATION
+  emulation::copy_async16(reinterpret_cast<void*>(shared), global, true);
+#else
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async16(void* shared, const void* global, bool valid = true) {
+  copy_async16(shared_address(shared), global, valid);
 }
 
 // Closes the group of this thread's copies since the last one.
