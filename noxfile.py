@@ -369,6 +369,42 @@ def tests(session: nox.Session) -> None:
     )
 
 
+EMULATED = ["tests/emulation", "tests/kernels"]
+ROUNDS = [
+    # How the emulation runs, and which tests: all of them as a GPU of NVIDIA's would, each kernel twice; then those
+    # that no compiler of torch's is part of, on waves of 64.
+    ({"PELTON_EMULATION_ORDERS": "forward,reverse"}, []),
+    (
+        {"PELTON_EMULATION_ORDERS": "shuffled:1", "PELTON_EMULATION_WAVE": "64"},
+        ["-k", "not compile and not opcheck and not graph", "-m", "not slow"],
+    ),
+]
+
+
+@nox.session(tags=["check"])
+def emulate(session: nox.Session) -> None:
+    """Run the GPU kernels' tests without a GPU, built as plain C++: -- [PYTEST ARGUMENTS]."""
+    session.install("-q", TORCH)
+    requirements = nox.project.load_toml(ROOT / "pyproject.toml")["tool"]["pelton-build"]["dependencies"]
+    session.install("-q", *group("emulate"), *requirements)
+    folder, python = ROOT / "build" / "emulation", Path(session.bin) / "python"
+    source = ("-S", str(ROOT / "kernels" / "emulation"), "-B", str(folder), "-G", "Ninja")
+    session.run("cmake", *source, f"-DPython_EXECUTABLE={python}", "--log-level=NOTICE")
+    session.run("cmake", "--build", str(folder), "--parallel", str(len(os.sched_getaffinity(0))))
+    # Each test process has one thread: the emulation uses no more, and torch's own would wait for each other.
+    env = {
+        **LIBRARIES,
+        "PELTON_LIBRARY": str(folder / "libpelton.so"),
+        "OMP_NUM_THREADS": "1",
+    }
+    test = ("python", "-m", "pytest", "-q", "-rfE", "-n", str(len(os.sched_getaffinity(0))))
+    if session.posargs:  # as the caller's environment says
+        session.run("python", "-m", "pytest", *session.posargs, env=env)
+        return
+    for settings, arguments in ROUNDS:
+        session.run(*test, *arguments, *EMULATED, env={**env, **settings})
+
+
 @nox.session(tags=["check"])
 def lint(session: nox.Session) -> None:
     """Check style, types, formats and generated files; -- --fix mends what can be mended."""

@@ -112,7 +112,7 @@ def test_launches_that_no_gpu_takes_are_refused(cases: Cases, name: str) -> None
 
 
 def test_a_block_must_not_wait_for_a_later_one(cases: Cases) -> None:
-    with pytest.raises(RuntimeError, match="waits without end.*blocks run one after another"):
+    with pytest.raises(RuntimeError, match=r"waits without end.*blocks run one after another"):
         cases.run("waits_for_a_later_block", values(2), 1)
 
 
@@ -139,7 +139,7 @@ def test_the_result_must_not_depend_on_the_order(cases: Cases, monkeypatch: pyte
     given = 10.0 ** torch.linspace(-6, 6, 64)
     cases.run("sum_by_atomics", given, 1)
     monkeypatch.setenv("PELTON_EMULATION_ORDERS", "forward,reverse")
-    with pytest.raises(RuntimeError, match="depends on the order of threads: .*'out'.*forward.*reverse"):
+    with pytest.raises(RuntimeError, match=r"depends on the order of threads: .*'out'.*forward.*reverse"):
         cases.run("sum_by_atomics", given, 1)
 
 
