@@ -129,6 +129,7 @@ def test_two_toolkits(tmp_path: Path) -> None:
         ("echo '[N/A]'", "note", "[N/A]"),
         ("exit 127", "note", "ends with status 127"),
         ("exec sleep 60", "note", "no answer within 1 s"),
+        ("sleep 60; true", "note", "no answer within 1 s"),
     ],
 )
 def test_nvidia_smi(

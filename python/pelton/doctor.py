@@ -9,6 +9,7 @@ time limit.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -80,21 +81,26 @@ def check(group: str, name: str) -> Callable[[Check], Check]:
 def _said(command: Sequence[str], environ: Mapping[str, str], limit: float = LIMIT) -> tuple[int | None, str]:
     """Exit status and text of a program: None when it cannot be run, or gave no answer (the text says which)."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
-            check=False,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=limit,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=dict(environ),
             encoding="utf-8",
             errors="replace",
+            start_new_session=True,  # so that what it starts ends with it
         )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {limit:.0f} s"
     except OSError as error:
         return None, error.strerror or str(error)
-    return done.returncode, (done.stdout + done.stderr).strip()
+    with process:
+        try:
+            text, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            return None, f"no answer within {limit:.0f} s"
+    return process.returncode, text.strip()
 
 
 def _first_line(text: str) -> str:
