@@ -24,25 +24,24 @@ __device__ __forceinline__ const T* at(const void* base, int64_t bytes) {
 
 template <class Access>
 __global__ void __launch_bounds__(kWriteThreads)
-    reshape_and_cache_kernel(const ReshapeAndCacheArgs a, int64_t tokens) {
-  const int64_t items = a.head_bytes / int64_t(sizeof(Access));
-  for (int64_t token = int64_t(blockIdx.x) * blockDim.z + threadIdx.z; token < tokens;
-       token += int64_t(gridDim.x) * blockDim.z) {
-    const int64_t slot = a.slot_mapping[token];
-    if (uint64_t(slot) >= uint64_t(a.slots)) continue;
-    const int64_t block = slot / a.block_size, offset = slot - block * a.block_size;
-    const Access* key = at<Access>(a.key.from, token * a.key.from_token_stride);
-    const Access* value = at<Access>(a.value.from, token * a.value.from_token_stride);
-    Access* key_slot = at<Access>(a.key.to, block * a.key.to_block_stride + offset * a.key.to_offset_stride);
-    Access* value_slot =
-        at<Access>(a.value.to, block * a.value.to_block_stride + offset * a.value.to_offset_stride);
-    for (int64_t head = threadIdx.y; head < a.heads; head += blockDim.y) {
-      for (int64_t i = threadIdx.x; i < items; i += blockDim.x) {
-        const Access k = at<Access>(key, head * a.key.from_head_stride)[i];
-        const Access v = at<Access>(value, head * a.value.from_head_stride)[i];
-        at<Access>(key_slot, head * a.key.to_head_stride)[i] = k;
-        at<Access>(value_slot, head * a.value.to_head_stride)[i] = v;
-      }
+    reshape_and_cache_kernel(const ReshapeAndCacheArgs a, int64_t tokens, Divisor block_size) {
+  const int64_t token = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
+  if (token >= tokens) return;
+  const int items = int(a.head_bytes / int64_t(sizeof(Access))), heads = int(a.heads);
+  const void* key = at<void>(a.key.from, token * a.key.from_token_stride);
+  const void* value = at<void>(a.value.from, token * a.value.from_token_stride);
+  const int64_t slot = a.slot_mapping[token];
+  for (int head = threadIdx.y; head < heads; head += blockDim.y) {
+    for (int i = threadIdx.x; i < items; i += blockDim.x) {
+      const Access k = at<Access>(key, head * a.key.from_head_stride)[i];
+      const Access v = at<Access>(value, head * a.value.from_head_stride)[i];
+      if (uint64_t(slot) >= uint64_t(a.slots)) return;  // asked after the loads, which do not wait for it
+      int64_t offset;
+      const int64_t block = block_size.divide(slot, offset);
+      at<Access>(a.key.to, block * a.key.to_block_stride + offset * a.key.to_offset_stride +
+                               head * a.key.to_head_stride)[i] = k;
+      at<Access>(a.value.to, block * a.value.to_block_stride + offset * a.value.to_offset_stride +
+                                 head * a.value.to_head_stride)[i] = v;
     }
   }
 }
@@ -136,7 +135,8 @@ int reshape_and_cache(const ReshapeAndCacheArgs& a, int64_t tokens, void* stream
   const int z = std::min(kWriteThreads / (x * y), 64);
   dispatch_access(bytes, [&](auto access) {
     reshape_and_cache_kernel<decltype(access)>
-        <<<grid_size(ceil_div<int64_t>(tokens, z)), dim3(x, y, z), 0, cudaStream_t(stream)>>>(a, tokens);
+        <<<grid_size(ceil_div<int64_t>(tokens, z)), dim3(x, y, z), 0, cudaStream_t(stream)>>>(
+            a, tokens, Divisor(a.block_size));
   });
   return launch_result();
 }
