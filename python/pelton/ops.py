@@ -2,12 +2,14 @@
 
 Importing this module loads the kernel library; a build for GPUs can be imported on a machine that
 it does not fit, where the first operator says why. Float tensors are float32, float16 or bfloat16
-and arithmetic is done in float32. Run-time values (positions, slots, ids, lengths) are read and
-checked when the kernel runs, also in each replay of a CPU graph. :mod:`pelton.ops_reference`
-(here ``ops.reference``) holds a plain torch implementation of each function.
+and arithmetic is done in float32. Tensors lie where the library's kernels run (:func:`backend`).
+:mod:`pelton.ops_reference` (here ``ops.reference``) holds a plain torch implementation of each
+function.
 
-A wrong shape, dtype, stride or value raises RuntimeError, whose message begins with the
-operator's name.
+A wrong shape, dtype, stride or device raises RuntimeError, whose message begins with the operator's
+name. Run-time values (positions, slots, ids, lengths) are read when the kernel runs, also in each
+replay of a graph. CPU kernels check them and raise the same error; GPU kernels, for which nobody
+waits, leave out what is out of range, as each function says.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ def rotary_embedding(
     ``query`` [num_tokens, num_heads, head_size] and ``key`` [num_tokens, num_kv_heads, head_size],
     of one dtype, any token and head stride (views of one qkv buffer); ``positions`` int64
     [num_tokens]; ``cos_sin_cache`` float32 [max_position, rotary_dim], cosines in the first half of
-    a row and sines in the second. The first ``rotary_dim`` elements of a head rotate, in pairs
+    a row and sines in the second. On a GPU a token whose position is not in the table stays as it is. The first ``rotary_dim`` elements of a head rotate, in pairs
     (i, i + rotary_dim / 2), or (2i, 2i + 1) when ``interleaved``.
     Under torch.compile with Inductor and dynamic shapes give it tensors of their own: torch 2.13 makes
     wrong code for slices of a view that an operator changes in place.
@@ -121,7 +123,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none", out: Tensor | None = None
 def embedding(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """Rows ``ids`` (int64 [num_tokens]) of ``weight`` [vocab_size, hidden_size].
 
-    An id outside the vocabulary raises RuntimeError and nothing is written.
+    An id outside the vocabulary raises RuntimeError and nothing is written; on a GPU its row is zeros.
     """
     if out is None:
         out = weight.new_empty((ids.shape[0], weight.shape[1]))
@@ -137,7 +139,7 @@ def reshape_and_cache(
     ``key``, ``value`` [num_tokens, num_kv_heads, head_size], any token and head stride; caches
     [num_blocks, num_kv_heads, block_size, head_size]; ``slot_mapping`` int64 [num_tokens], slot =
     block * block_size + offset. A negative slot is skipped; one past the cache raises RuntimeError
-    and nothing is written.
+    and nothing is written, on a GPU it is skipped. No two tokens may have one slot.
     """
     _ops.reshape_and_cache.default(key, value, key_cache, value_cache, slot_mapping)
 
@@ -146,7 +148,7 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, block_mapping: Tensor) -
     """Copies blocks within one layer's caches, pair after pair in the order of the list.
 
     ``block_mapping`` int64 [n, 2], rows of (source, destination). A block outside the cache raises
-    RuntimeError and nothing is written.
+    RuntimeError and nothing is written; on a GPU its pair is skipped.
     """
     _ops.copy_blocks.default(key_cache, value_cache, block_mapping)
 
@@ -155,7 +157,10 @@ def swap_blocks(src: Tensor, dst: Tensor, block_mapping: Tensor) -> None:
     """Copies blocks of ``src`` to blocks of ``dst``, pair after pair in the order of the list.
 
     ``src`` and ``dst`` [num_blocks, ...] of one dtype and equal block shape; ``block_mapping`` int64
-    [n, 2], rows of (block of src, block of dst).
+    [n, 2], rows of (block of src, block of dst). With GPU kernels one of ``src`` and ``dst`` may be in pinned
+    host memory; the copy is done in the current stream. A ``block_mapping`` in host memory is read and
+    checked at once, and the copy engines do the work; one on the GPU is read by a kernel when its turn comes
+    (a CUDA graph can replay it with other pairs), which skips a pair that is out of range.
     """
     _ops.swap_blocks.default(src, dst, block_mapping)
 
