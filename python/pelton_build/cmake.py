@@ -374,6 +374,12 @@ def write_plan(root: Path, profile: str, build_dir: Path, cmake_version: str) ->
     ):
         request = request_by_hand(root, profile)
     plan = refuse_problems(plan_of(root, request)[0])
+    if plan.build_requires:
+        wanted = " ".join(f"'{requirement}'" for requirement in plan.build_requires)
+        raise PlanError(
+            f"this machine lacks what the build environment has to have: {', '.join(plan.build_requires)}; install it "
+            f"there (pip install {wanted}), or build with isolation"
+        )
     if plan.backend == "cuda" and "," in tempfile.gettempdir():
         raise PlanError(
             f"nvcc cannot work with ',' in the path of temporary files: {tempfile.gettempdir()}; set TMPDIR to another "

@@ -39,6 +39,8 @@ FOLDER = "build_profiles"
 LABEL_FIELDS = ("cuda_major", "cuda_major_minor")
 """What `wheel.label` may name in braces; filled from the CUDA toolkit that the plan takes."""
 
+_FIRST_PACKAGE = Version((13, 0))
+
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
 _SYSTEMS = ("linux",)
 _MACHINES = ("x86_64", "aarch64")
@@ -299,6 +301,11 @@ def _check(profile: Profile) -> None:
         raise ProfileError(
             f"{shown}: toolchain.cuda-package: {needs.cuda_package} is not in toolchain.cuda "
             f"{str(needs.cuda)!r}"
+        )
+    if needs.cuda_package is not None and needs.cuda_package < _FIRST_PACKAGE:
+        raise ProfileError(
+            f"{shown}: toolchain.cuda-package: package indexes have the compiler from CUDA {_FIRST_PACKAGE} on, found "
+            f"{needs.cuda_package}; name a newer one, or remove the key"
         )
     _check_label(profile)
     for requirement in wheel.requires:

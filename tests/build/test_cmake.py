@@ -230,6 +230,17 @@ def test_the_digest_is_of_what_the_wheel_is_made_from(tmp_path: Path) -> None:
         assert digest != cmake.source_digest(changed), name
 
 
+def test_what_the_build_environment_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without isolation nobody installs what the build asks for."""
+    lacking = dataclasses.replace(plan(), build_requires=("cuda-toolkit[nvcc]==13.0.2", "torch==2.13.0"))
+    monkeypatch.setattr(cmake, "plan_of", lambda root, request: (lacking, request))
+    with pytest.raises(
+        PlanError, match=r"lacks .*: cuda-toolkit\[nvcc\]==13\.0\.2, torch==2\.13\.0; install it"
+    ):
+        cmake.write_plan(ROOT, "cpu-avx2", tmp_path, "4.1.0")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_with_problems_is_refused() -> None:
     broken = dataclasses.replace(plan(), problems=("no compiler", "no headers"))
     with pytest.raises(PlanError, match="'cpu-avx2' cannot be built here: no compiler; no headers"):

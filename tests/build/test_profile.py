@@ -127,6 +127,7 @@ def test_refuses(old: str, new: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ('">=12.8,<14"', '">=12.8"\ncuda-package = "12.9.1"', "package indexes have the compiler from CUDA 13.0 on, found 12.9.1"),
         ('">=12.8,<14"', '">=13"\ncuda-package = "12.9"', "toolchain.cuda-package: 12.9 is not in toolchain.cuda '>=13'"),
         ('"sm_80", "sm_90a"', '"sm_101"', None),
         ('"sm_80", "sm_90a"', '"sm_93"', "target.arch: unknown cuda arch 'sm_93'; did you mean 'sm_90'?"),
