@@ -176,7 +176,8 @@ struct DeviceRows {
   __device__ __forceinline__ int64_t offset(int64_t row) const {
     if (row < per_group.value) return row * stride;
     int64_t rest;
-    return per_group.divide(row, rest) * group_stride + rest * stride;
+    const int64_t group = per_group.divide(row, rest);
+    return group * group_stride + rest * stride;
   }
 };
 
