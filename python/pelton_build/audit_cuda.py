@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pelton_build import fatbin
-from pelton_build.audit_input import Binary, CannotRun, Finding, OpenedWheel
+from pelton_build.audit_input import Allowance, Binary, CannotRun, Finding, OpenedWheel
 from pelton_build.fatbin import FatbinError, Image, function_name
 
 __all__ = ["KernelUse", "check_archs", "check_cuobjdump", "check_local_memory", "demangled", "kernel_uses"]
@@ -173,24 +173,39 @@ def check_local_memory(wheel: OpenedWheel) -> Iterator[Finding]:
         uses = kernel_uses(wheel)
     except FatbinError as error:
         raise CannotRun(f"the device code is damaged ({error})") from None
-    allowed = {(a.family, a.kernel): a for a in wheel.claims.local_memory}
     used = set()
     for use in uses:
         if not (use.local or use.loads or use.stores):
             continue
-        key = (use.family, function_name(use.kernel))
-        used.add(key)
-        limit = allowed[key].bytes if key in allowed else 0
-        if use.local > limit or key not in allowed:
+        allowance = _allowance(wheel.claims.local_memory, use)
+        used.add(allowance)
+        if allowance is None or use.local > allowance.bytes:
             found = (
                 f"{use.local} bytes of local memory a thread ({use.stores} stores, {use.loads} loads, "
                 f"{use.registers} registers) in {demangled([use.kernel])[use.kernel]} of {use.source} on {use.arch}"
             )
-            needed = f"at most {limit} bytes" if limit else "none: no spilled register, no array in memory"
+            needed = (
+                f"at most {allowance.bytes} bytes"
+                if allowance
+                else "none: no spilled register, no array in memory"
+            )
             yield Finding("local", library.name, found, needed)
-    for family, kernel in sorted(allowed.keys() - used):
-        found = f"local memory is allowed to {kernel} of family {family}, which uses none or is not there"
-        yield Finding("local", wheel.info_path, found, "no allowance that nothing needs")
+    for allowance in wheel.claims.local_memory:
+        if allowance not in used:
+            found = (
+                f"local memory is allowed to {allowance.kernel} of family {allowance.family}"
+                f"{' on ' if allowance.archs else ''}{' and '.join(allowance.archs)}, which uses none or is not there"
+            )
+            yield Finding("local", wheel.info_path, found, "no allowance that nothing needs")
+
+
+def _allowance(allowances: Iterable[Allowance], use: KernelUse) -> Allowance | None:
+    for a in allowances:
+        if (a.family, a.kernel) == (use.family, function_name(use.kernel)) and (
+            not a.archs or use.arch in a.archs
+        ):
+            return a
+    return None
 
 
 def demangled(names: Iterable[str]) -> Mapping[str, str]:

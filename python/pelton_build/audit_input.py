@@ -105,8 +105,9 @@ class Allowance:
     family: str
     kernel: str
     """The function's name, without namespaces and template arguments."""
+    archs: tuple[str, ...]
+    """The archs that it is for; none: all."""
     bytes: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Claims:
                 for source in plan.get("sources", [])
             )
             allowances = tuple(
-                Allowance(str(a["family"]), str(a["kernel"]), int(a["bytes"]), str(a["reason"]))
+                Allowance(str(a["family"]), str(a["kernel"]), tuple(map(str, a["archs"])), int(a["bytes"]))
                 for a in plan.get("local_memory", [])
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:

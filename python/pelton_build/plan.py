@@ -111,6 +111,8 @@ class LocalMemory:
     family: str
     kernel: str
     """The function's name, without namespaces and template arguments."""
+    archs: tuple[str, ...]
+    """The archs that it is for; none: all."""
     bytes: int
     """Most that a thread may use."""
     reason: str

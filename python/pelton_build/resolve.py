@@ -121,6 +121,7 @@ def resolve(
             allowance
             for family in table.families
             for allowance in family.local_memory
+            if not allowance.archs or set(allowance.archs) & set(profile.target.arch)
             if any(source.family == family.name and source.role == "gpu" for source in included)
         ),
         notes=tuple(notes),

@@ -25,7 +25,8 @@
     host = ["host/module.cpp"]      # Python extension, built once for each host Python
     definitions = ["..."]           # for all sources of the family
     support = true                  # the others need it; it is nothing by itself
-    local-memory = [{ kernel = "decode_kernel", bytes = 64, reason = "..." }]  # GPU kernels that may spill registers
+    # GPU kernels that may spill registers; archs: when only some need it
+    local-memory = [{ kernel = "decode_kernel", archs = ["sm_80"], bytes = 64, reason = "..." }]
     instead = { cuda = "torch's own product" }  # what does the family's work where it has no source
 
 Paths are relative to the table's folder. A family with device code is built for the backends that it has
@@ -353,17 +354,25 @@ def _local_memory(entry: Mapping[str, Any], family: str) -> tuple[LocalMemory, .
     items = entry.get("local-memory", [])
     where = f"family.{family}.local-memory"
     if not isinstance(items, list):
-        raise TableError(f"{FILE}: {where}: expected a list of {{ kernel, bytes, reason }}, found {items!r}")
+        raise TableError(
+            f"{FILE}: {where}: expected a list of {{ kernel, archs, bytes, reason }}, found {items!r}"
+        )
     allowances: list[LocalMemory] = []
     for index, item in enumerate(items):
         at = f"{where}[{index}]"
-        _only(item, at, ("kernel", "bytes", "reason"))
-        kernel, most = _text(item, at, "kernel"), item.get("bytes")
+        _only(item, at, ("kernel", "archs", "bytes", "reason"))
+        kernel, most, archs = _text(item, at, "kernel"), item.get("bytes"), _texts(item, at, "archs")
+        for arch in archs:
+            try:
+                check_archs("cuda", [arch])
+            except ArchError as error:
+                raise TableError(f"{FILE}: {at}.archs: {error}") from None
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise TableError(f"{FILE}: {at}.bytes: expected a number of bytes, found {most!r}")
-        if any(kernel == allowance.kernel for allowance in allowances):
-            raise TableError(f"{FILE}: {at}: kernel {kernel!r} is listed twice")
-        allowances.append(LocalMemory(family, kernel, most, _text(item, at, "reason")))
+        for other in allowances:
+            if other.kernel == kernel and (not archs or not other.archs or set(archs) & set(other.archs)):
+                raise TableError(f"{FILE}: {at}: kernel {kernel!r} is listed twice for one arch")
+        allowances.append(LocalMemory(family, kernel, archs, most, _text(item, at, "reason")))
     return tuple(allowances)
 
 
