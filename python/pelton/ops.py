@@ -205,8 +205,9 @@ def linear(
 def paged_attention_workspace_size(num_tokens: int, num_heads: int, head_size: int) -> int:
     """Elements (float32) of the workspace that :func:`paged_attention` needs for such a batch.
 
-    It holds partial results of queries whose context is split over threads, so it grows with the number of
-    threads and not with the context. A smaller one is allowed: there is less splitting then, none with 0.
+    It holds partial results of queries whose context is split over threads (on the GPU: over its multiprocessors),
+    so it grows with their number and not with the context. It needs no particular contents. A smaller one is
+    allowed: there is less splitting then, none with 0.
     """
     return int(_ops.paged_attention_workspace_size.default(num_tokens, num_heads, head_size))
 
