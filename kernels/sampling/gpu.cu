@@ -20,7 +20,8 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kChunksPerSlice = kSampleSlice / kSampleChunk;
 constexpr int kLoad = 4;  // tokens per access; a chunk is one access of a warp
 constexpr int kBins = kSampleBins;
-constexpr int kList = 4096;  // tokens that can be sorted
+constexpr int kList = 4096;  // tokens that can be put on the list; kThreads of them can be sorted
+constexpr int kShort = 128;  // tokens of a bin that are sorted rather than divided further
 constexpr int kPerThread = kList / kThreads;
 constexpr int kHead = 128;     // chunks whose maxima bound the tokens among which top_p is looked for first
 constexpr int kChunks = 2048;  // looked at in one round
@@ -69,7 +70,7 @@ __device__ __forceinline__ float scale_of(float temperature) { return fmaxf(1.0f
 
 // Logits `first` to `first + 3` of a row; -infinity past its end.
 template <class T>
-__device__ __forceinline__ void load_logits(const T* logits, int64_t first, int64_t vocab, bool aligned,
+__device__ __forceinline__ void load_logits(const T* logits, int first, int vocab, bool aligned,
                                             float (&v)[kLoad]) {
   if (aligned && first + kLoad <= vocab) {
     const Vector<T, kLoad> loaded = load_vector<T, kLoad>(logits + first);
@@ -81,19 +82,24 @@ __device__ __forceinline__ void load_logits(const T* logits, int64_t first, int6
 
 // The workspace of a row, its parts one after another.
 struct Workspace {
-  uint64_t* masses;             // of bins
-  SliceStatistics* statistics;  // of slices
-  uint32_t* counts;             // of bins
-  uint32_t* pending;            // whether the row is left to select_kernel
-  float* chunk_peaks;           // maxima of chunks
+  char* start;
+  int slices;
 
-  __device__ __forceinline__ Workspace(const SampleArgs& args, int64_t row) {
-    char* at = static_cast<char*>(args.workspace) + row * sample_workspace_bytes(args.vocab);
-    masses = reinterpret_cast<uint64_t*>(at);
-    statistics = reinterpret_cast<SliceStatistics*>(masses + kBins);
-    counts = reinterpret_cast<uint32_t*>(statistics + sample_slices(args.vocab));
-    pending = counts + kBins;
-    chunk_peaks = reinterpret_cast<float*>(pending + 2);
+  __device__ __forceinline__ Workspace(const SampleArgs& args, int64_t row)
+      : start(static_cast<char*>(args.workspace) + row * sample_workspace_bytes(args.vocab)),
+        slices(int(sample_slices(args.vocab))) {}
+  // Masses and counts of bins, and whether the row is left to select_kernel.
+  __device__ __forceinline__ uint64_t* masses() const { return reinterpret_cast<uint64_t*>(start); }
+  __device__ __forceinline__ uint32_t* counts() const {
+    return reinterpret_cast<uint32_t*>(masses() + kBins);
+  }
+  __device__ __forceinline__ uint32_t& pending() const { return counts()[kBins]; }
+  __device__ __forceinline__ SliceStatistics* statistics() const {
+    return reinterpret_cast<SliceStatistics*>(counts() + kBins + 2);
+  }
+  // Maxima of chunks.
+  __device__ __forceinline__ float* chunk_peaks() const {
+    return reinterpret_cast<float*>(statistics() + slices);
   }
 };
 
@@ -116,7 +122,7 @@ __global__ void __launch_bounds__(kSliceThreads) statistics_kernel(const SampleA
     return uint32_t(slice * kSampleSlice + (j * kSliceThreads + threadIdx.x) * kLoad + i);
   };
   float v[kLoads][kLoad];
-  for (int j = 0; j < kLoads; ++j) load_logits(logits, id_of(j, 0), args.vocab, aligned, v[j]);
+  for (int j = 0; j < kLoads; ++j) load_logits(logits, int(id_of(j, 0)), int(args.vocab), aligned, v[j]);
 
   float own_peak = -INFINITY;
   bool has_nan = false;
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(kSliceThreads) statistics_kernel(const SampleA
     own_peak = fmaxf(own_peak, peak);
     if constexpr (!Greedy) {
       peak = warp_max(peak);
-      if (lane == 0) workspace.chunk_peaks[slice * kChunksPerSlice + j * kSliceWarps + warp] = peak;
+      if (lane == 0) workspace.chunk_peaks()[slice * kChunksPerSlice + j * kSliceWarps + warp] = peak;
     }
   }
   float peak = warp_max(own_peak);
@@ -161,7 +167,7 @@ __global__ void __launch_bounds__(kSliceThreads) statistics_kernel(const SampleA
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    workspace.statistics[slice] = {pack(num_nan ? kNanKey : key_of(peak), id), scaled_sum, sum};
+    workspace.statistics()[slice] = {pack(num_nan ? kNanKey : key_of(peak), id), scaled_sum, sum};
   }
 }
 
@@ -180,7 +186,7 @@ __device__ uint64_t best_of(const SliceStatistics* statistics, int slices) {
 
 __global__ void greedy_kernel(const SampleArgs args) {
   const int64_t row = blockIdx.x;
-  const uint64_t best = best_of(Workspace(args, row).statistics, int(sample_slices(args.vocab)));
+  const uint64_t best = best_of(Workspace(args, row).statistics(), int(sample_slices(args.vocab)));
   if (threadIdx.x == 0) args.out[row] = is_finite(key_in(best)) ? int64_t(id_in(best)) : -1;
 }
 
@@ -198,16 +204,15 @@ __device__ __forceinline__ double uniform_of(uint64_t seed, uint64_t position) {
 struct Row {
   Workspace workspace;
   const char* logits;
-  int64_t vocab, top_k;
   uint64_t best;
   double uniform;
-  int slices, chunks;
+  int vocab, top_k, slices, chunks;
   DType dtype;
   bool aligned, is_valid, is_greedy, with_k, with_p, with_min_p;
   float peak, scale, floor, top_p;
 
   __device__ Row(const SampleArgs& args, int64_t row, bool aligned)
-      : workspace(args, row), vocab(args.vocab), dtype(args.dtype), aligned(aligned) {
+      : workspace(args, row), vocab(int(args.vocab)), dtype(args.dtype), aligned(aligned) {
     // all loads before the first use
     const float temperature = args.temperature[row], min_p = args.min_p ? args.min_p[row] : 0.0f;
     top_k = args.top_k ? args.top_k[row] : 0;
@@ -215,8 +220,8 @@ struct Row {
     const uint64_t seed = uint64_t(args.seeds[row]), position = uint64_t(args.positions[row]);
     logits = static_cast<const char*>(args.logits) + row * args.stride * (dtype == DType::f32 ? 4 : 2);
     slices = int(sample_slices(vocab));
-    chunks = int(ceil_div<int64_t>(vocab, kSampleChunk));
-    best = best_of(workspace.statistics, slices);
+    chunks = ceil_div(vocab, kSampleChunk);
+    best = best_of(workspace.statistics(), slices);
     is_valid = is_finite(key_in(best));
     is_greedy = !(temperature >= kGreedyBelow);
     with_k = top_k > 0 && top_k < vocab;
@@ -228,7 +233,7 @@ struct Row {
     uniform = uniform_of(seed, position);
   }
 
-  __device__ __forceinline__ void load(int64_t first, float (&v)[kLoad]) const {
+  __device__ __forceinline__ void load(int first, float (&v)[kLoad]) const {
     if (dtype == DType::f32) {
       load_logits(reinterpret_cast<const float*>(logits), first, vocab, aligned, v);
     } else if (dtype == DType::f16) {
@@ -277,24 +282,34 @@ struct Shared {
 // Exclusive prefix sum over the block, and the total.
 __device__ uint64_t block_scan(Shared& shared, uint64_t own, uint64_t& total) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const auto scan = [lane](uint64_t sum) {
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const uint64_t other = shuffle(sum, lane < distance ? lane : lane - distance);
-      if (lane >= distance) sum += other;
-    }
-    return sum;
-  };
-  const uint64_t sum = scan(own);
+  uint64_t sum = own;
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const uint64_t other = shuffle(sum, lane < distance ? lane : lane - distance);
+    if (lane >= distance) sum += other;
+  }
   __syncthreads();
   if (lane == kWarp - 1) shared.partial[warp] = sum;
   __syncthreads();
-  const uint64_t sums = scan(lane < kWarps ? shared.partial[lane] : 0);
-  total = shuffle(sums, kWarp - 1);
-  const uint64_t before = shuffle(sums, warp == 0 ? 0 : warp - 1);
-  return (warp == 0 ? 0 : before) + sum - own;
+  uint64_t before = 0;
+  total = 0;
+  for (int i = 0; i < kWarps; ++i) {
+    if (i < warp) before += shared.partial[i];
+    total += shared.partial[i];
+  }
+  return before + sum - own;
 }
 
-// Calls use(logit, id) for the tokens of the chunks whose maximum is wanted, and for padding of -infinity.
+// A number of its own, counted from `counter` on, for each lane of the warp that wants one.
+__device__ __forceinline__ uint32_t reserve(uint32_t& counter, bool wanted) {
+  const uint32_t lane = threadIdx.x % kWarp, wants = __ballot_sync(kAllLanes, wanted);
+  if (wants == 0) return 0;
+  uint32_t first = 0;
+  if (lane == 0) first = atomicAdd(&counter, uint32_t(__popc(wants)));
+  return shuffle(first, 0) + uint32_t(__popc(wants & ((1u << lane) - 1)));
+}
+
+// Calls use(logit, id), all lanes of a warp together, for the tokens of the chunks whose maximum is wanted,
+// and for padding of -infinity.
 template <class Want, class Use>
 __device__ __forceinline__ void for_each_token(Shared& shared, const Row& row, const Want& want,
                                                const Use& use) {
@@ -305,10 +320,11 @@ __device__ __forceinline__ void for_each_token(Shared& shared, const Row& row, c
     __syncthreads();
     if (threadIdx.x == 0) shared.num_chunks = 0;
     __syncthreads();
-    for (int i = int(threadIdx.x); i < kChunks && start + i < row.chunks; i += kThreads) {
-      if (want(row.workspace.chunk_peaks[start + i])) {
-        shared.chunks[atomicAdd(&shared.num_chunks, 1u)] = uint16_t(i);
-      }
+    for (int base = 0; base < kChunks && start + base < row.chunks; base += kThreads) {
+      const int i = base + int(threadIdx.x);
+      const bool wanted = start + i < row.chunks && want(row.workspace.chunk_peaks()[start + i]);
+      const uint32_t place = reserve(shared.num_chunks, wanted);
+      if (wanted) shared.chunks[place] = uint16_t(i);
     }
     __syncthreads();
     const int count = int(shared.num_chunks);
@@ -374,91 +390,139 @@ __device__ uint32_t gather(Shared& shared, const Row& row, const Want& want, con
   if (threadIdx.x == 0) shared.size = 0;
   __syncthreads();
   for_each_token(shared, row, want, [&](float logit, uint32_t id) {
-    if (!accept(logit)) return;
-    const uint32_t place = atomicAdd(&shared.size, 1u);
-    if (place < kList) shared.list[place] = pack(key_of(logit), id);
+    const bool accepted = accept(logit);
+    const uint32_t place = reserve(shared.size, accepted);
+    if (accepted && place < kList) shared.list[place] = pack(key_of(logit), id);
   });
   __syncthreads();
   return shared.size;
 }
 
-// Sorts the list, greatest first (bitonic; Batcher 1968).
+// Sorts a list of at most kThreads tokens, greatest first (bitonic; Batcher 1968): one token a thread, and
+// steps within a warp go without shared memory.
 __device__ void sort(Shared& shared, uint32_t size) {
   uint32_t padded = 2;
   while (padded < size) padded *= 2;
-  if (padded <= kThreads) {  // one token a thread; short steps within warps
-    uint64_t own = threadIdx.x < size ? shared.list[threadIdx.x] : 0;
-    __syncthreads();
-    uint32_t buffer = 0;
-    for (uint32_t run = 2; run <= padded; run *= 2) {
-      for (uint32_t step = run / 2; step > 0; step /= 2) {
-        uint64_t other;
-        if (step < kWarp) {
-          other = shuffle_xor(own, int(step));
-        } else {
-          shared.list[buffer + threadIdx.x] = own;
-          __syncthreads();
-          other = shared.list[buffer + (threadIdx.x ^ step)];
-          buffer ^= kThreads;
-        }
-        const bool keep_greater = ((threadIdx.x & step) == 0) == ((threadIdx.x & run) == 0);
-        if ((other > own) == keep_greater) own = other;
-      }
-    }
-    __syncthreads();
-    shared.list[threadIdx.x] = own;
-    __syncthreads();
-    return;
-  }
-  for (uint32_t i = size + threadIdx.x; i < padded; i += kThreads) shared.list[i] = 0;
+  uint64_t own = threadIdx.x < size ? shared.list[threadIdx.x] : 0;
   __syncthreads();
+  uint32_t buffer = 0;
+#pragma unroll 1
   for (uint32_t run = 2; run <= padded; run *= 2) {
+#pragma unroll 1
     for (uint32_t step = run / 2; step > 0; step /= 2) {
-      for (uint32_t i = threadIdx.x; i < padded / 2; i += kThreads) {
-        const uint32_t first = 2 * i - (i & (step - 1)), second = first + step;
-        const uint64_t a = shared.list[first], b = shared.list[second];
-        if ((a < b) == ((first & run) == 0)) {
-          shared.list[first] = b;
-          shared.list[second] = a;
-        }
+      uint64_t other;
+      if (step < kWarp) {
+        if (threadIdx.x / kWarp * kWarp >= padded) continue;  // a warp without tokens
+        other = shuffle_xor(own, int(step));
+      } else {
+        shared.list[buffer + threadIdx.x] = own;
+        __syncthreads();
+        other = shared.list[buffer + (threadIdx.x ^ step)];
+        buffer ^= kThreads;
       }
-      __syncthreads();
+      const bool keep_greater = ((threadIdx.x & step) == 0) == ((threadIdx.x & run) == 0);
+      if ((other > own) == keep_greater) own = other;
     }
   }
+  __syncthreads();
+  shared.list[threadIdx.x] = own;
+  __syncthreads();
 }
 
-// A thread's part of the sorted list: `count` tokens, or fewer at the list's end.
+__device__ __forceinline__ uint64_t mass_of(const Row& row, uint64_t token) {
+  return token == 0 ? 0 : units_of(row.log_weight_of(key_in(token)));
+}
+
+// A thread's token of the sorted list.
 struct Listed {
-  uint32_t count;
-  uint64_t before, own[kPerThread], total;
+  uint64_t token, mass, before, total;
 };
 __device__ Listed scan_list(Shared& shared, const Row& row, uint32_t size) {
   Listed listed;
-  listed.count = (size + kThreads - 1) / kThreads;
-  uint64_t sum = 0;
-  for (uint32_t i = 0; i < kPerThread; ++i) {
-    const uint32_t place = threadIdx.x * listed.count + i;
-    const bool mine = i < listed.count && place < size;
-    listed.own[i] = mine ? units_of(row.log_weight_of(key_in(shared.list[place]))) : 0;
-    sum += listed.own[i];
-  }
-  listed.before = block_scan(shared, sum, listed.total);
+  listed.token = threadIdx.x < size ? shared.list[threadIdx.x] : 0;
+  listed.mass = mass_of(row, listed.token);
+  listed.before = block_scan(shared, listed.mass, listed.total);
   return listed;
 }
 // The listed token at an index, or the first whose mass with that of all before it exceeds the target.
 __device__ Token find(Shared& shared, const Listed& listed, bool by_mass, uint64_t target) {
   __syncthreads();
-  uint64_t before = listed.before;
-  for (uint32_t i = 0; i < kPerThread; ++i) {
-    const uint32_t place = threadIdx.x * listed.count + i;
-    if (i < listed.count &&
-        (by_mass ? before <= target && target - before < listed.own[i] : place == target)) {
-      shared.token = {shared.list[place], before + listed.own[i]};
-    }
-    before += listed.own[i];
+  if (by_mass ? listed.before <= target && target - listed.before < listed.mass : threadIdx.x == target) {
+    shared.token = {listed.token, listed.before + listed.mass};
   }
   __syncthreads();
   return shared.token;
+}
+
+__device__ uint64_t block_max(Shared& shared, uint64_t v) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+    const uint64_t other = shuffle_xor(v, mask);
+    v = other > v ? other : v;
+  }
+  __syncthreads();
+  if (threadIdx.x % kWarp == 0) shared.partial[threadIdx.x / kWarp] = v;
+  __syncthreads();
+  for (const uint64_t other : shared.partial) v = other > v ? other : v;
+  return v;
+}
+
+// A thread's tokens of a long list, in no order; 0 for none. The list itself is used for parts of it then.
+struct Unsorted {
+  uint64_t token[kPerThread];
+
+  __device__ Unsorted(const Shared& shared, uint32_t size) {
+    for (int i = 0; i < kPerThread; ++i) {
+      const uint32_t place = threadIdx.x + i * kThreads;
+      token[i] = place < size ? shared.list[place] : 0;
+    }
+  }
+};
+
+// Of a list of any order, the first token, from the most likely one on, with which the count, or the mass,
+// exceeds the target: a bin of it is divided until it is short enough to sort.
+__device__ __forceinline__ Token select(Shared& shared, const Row& row, const Unsorted& mine, uint32_t size,
+                                        bool by_mass, uint64_t target) {
+  uint64_t own_high = 0, own_low = 0;
+  for (const uint64_t token : mine.token) {
+    own_high = token > own_high ? token : own_high;
+    own_low = token != 0 && ~token > own_low ? ~token : own_low;
+  }
+  uint64_t high = block_max(shared, own_high), low = ~block_max(shared, own_low);
+  uint64_t mass_before = 0;
+  while (size > kShort) {
+    int shift = 0;
+    while ((high - low) >> shift >= kBins) ++shift;
+    __syncthreads();
+    clear<kThreads>(shared.bins);
+    __syncthreads();
+    for (const uint64_t token : mine.token) {
+      if (low <= token && token <= high) {
+        add(shared.bins, int((high - token) >> shift), mass_of(row, token), true);
+      }
+    }
+    __syncthreads();
+    const Scanned s = scan(shared, shared.bins.count[threadIdx.x], mass_of(shared.bins, threadIdx.x));
+    const Place place = find(shared, s, by_mass, target);
+    size = place.count;
+    target -= by_mass ? place.mass_before : place.count_before;
+    mass_before += place.mass_before;
+    high -= uint64_t(place.index) << shift;
+    const uint64_t width = (uint64_t(1) << shift) - 1;
+    low = high - low > width ? high - width : low;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) shared.size = 0;
+  __syncthreads();
+  for (const uint64_t token : mine.token) {
+    const bool wanted = low <= token && token <= high;
+    const uint32_t place = reserve(shared.size, wanted);
+    if (wanted) shared.list[place] = token;
+  }
+  __syncthreads();
+  sort(shared, size);
+  Token token = find(shared, scan_list(shared, row, size), by_mass, target);
+  token.through += mass_before;
+  return token;
 }
 
 // A thread's part of a slice: consecutive tokens.
@@ -473,7 +537,7 @@ __device__ __forceinline__ void load_part(const Row& row, uint32_t first, float 
 // The n-th token, by id, of those whose logit has this key.
 __device__ uint32_t nth_equal(Shared& shared, const Row& row, uint32_t key, uint64_t n) {
   for (int slice = 0; slice < row.slices; ++slice) {
-    if (key_in(row.workspace.statistics[slice].best) < key) continue;
+    if (key_in(row.workspace.statistics()[slice].best) < key) continue;
     const uint32_t first = slice * kSampleSlice + threadIdx.x * kPerThread;
     float v[kPerThread];
     load_part(row, first, v);
@@ -564,9 +628,8 @@ __device__ __forceinline__ Token select(Shared& shared, const Row& row, const Sc
           return low <= key && key <= high;
         });
   }
-  sort(shared, size);
-  const Listed listed = scan_list(shared, row, size);
-  Token token = find(shared, listed, by_mass, target - (by_mass ? mass_before : count_before));
+  const uint64_t inside = target - (by_mass ? mass_before : count_before);
+  Token token = select(shared, row, Unsorted(shared, size), size, by_mass, inside);
   token.through += mass_before;
   return token;
 }
@@ -576,7 +639,7 @@ __device__ __forceinline__ Token select(Shared& shared, const Row& row, const Sc
 __device__ double sum_of(const Row& row, bool scaled) {
   double sum = 0;
   for (int i = threadIdx.x % kWarp; i < row.slices; i += kWarp) {
-    const SliceStatistics& s = row.workspace.statistics[i];
+    const SliceStatistics& s = row.workspace.statistics()[i];
     const float below = value_of(key_in(s.best)) - row.peak;
     sum += scaled ? double(s.scaled_sum) * expf(below * row.scale) : double(s.sum) * expf(below);
   }
@@ -595,17 +658,46 @@ __device__ __forceinline__ uint64_t draw(double uniform, uint64_t total) {
   return target < total ? target : total - 1;
 }
 
-// A draw among tokens in the order of their probability, if those that can be drawn fit on the list.
+// The cut of top_k, that of top_p, and the draw: each asks select(by_mass, target) for the token where count
+// or mass exceeds the target. False if not all of the row was there to select from, and top_p reaches beyond.
+template <class Select>
+__device__ __forceinline__ bool cut_and_draw(const Row& row, uint64_t count, uint64_t mass, bool is_complete,
+                                             const Select& select, uint64_t& token) {
+  uint64_t kept = mass;
+  Token found{};
+#pragma unroll 1
+  for (int step = 0; step < 3; ++step) {
+    uint64_t target;
+    if (step == 0) {
+      if (!row.with_k || uint64_t(row.top_k) >= count) continue;
+      target = row.top_k - 1;
+    } else if (step == 1) {
+      if (!row.with_p) continue;
+      const uint64_t goal = top_p_goal(row.top_p, is_complete ? kept : uint64_t(sum_of(row, true) * kUnit));
+      if (goal > kept) return false;
+      target = goal - 1;
+    } else {
+      target = draw(row.uniform, kept);
+    }
+    found = select(step > 0, target);
+    kept = found.through;
+  }
+  token = found.token;
+  return true;
+}
+
+// A draw among tokens in the order of their probability, if those that can be drawn are so few that they can
+// be sorted.
 __device__ bool draw_from_list(Shared& shared, const Row& row, uint64_t& token) {
   // The bins that surely hold all tokens that can be drawn; for top_p, those that usually do. The k greatest
   // maxima of chunks bound the k-th logit from below.
   int last_bin = kBins - 1;
-  if (row.vocab > kList && (row.with_k || !row.with_min_p)) {
-    const int64_t wanted = row.with_k ? row.top_k : kHead < row.chunks ? kHead : row.chunks;
+  if (row.vocab > kThreads && (row.with_k || !row.with_min_p)) {
+    const int wanted = row.with_k ? row.top_k : kHead < row.chunks ? kHead : row.chunks;
     clear<kThreads>(shared.bins);
     __syncthreads();
     for (int i = threadIdx.x; i < row.chunks; i += kThreads) {
-      const float x = row.log_weight(row.workspace.chunk_peaks[i]);
+      const float x = row.log_weight(row.workspace.chunk_peaks()[i]);
       if (row.is_alive(x)) atomicAdd(&shared.bins.count[bin_of(x)], 1u);
     }
     __syncthreads();
@@ -624,18 +716,12 @@ __device__ bool draw_from_list(Shared& shared, const Row& row, uint64_t& token) 
     return row.is_alive(x) && bin_of(x) <= last_bin;
   };
   const uint32_t size = gather(shared, row, is_wanted, is_wanted);
-  if (size > kList) return false;
+  if (size > kThreads) return false;
   sort(shared, size);
   const Listed listed = scan_list(shared, row, size);
-  uint64_t kept = listed.total;
-  if (row.with_k && row.top_k < size) kept = find(shared, listed, false, row.top_k - 1).through;
-  if (row.with_p) {
-    const uint64_t goal = top_p_goal(row.top_p, is_complete ? kept : uint64_t(sum_of(row, true) * kUnit));
-    if (goal > kept) return false;
-    kept = find(shared, listed, true, goal - 1).through;
-  }
-  token = find(shared, listed, true, draw(row.uniform, kept)).token;
-  return true;
+  return cut_and_draw(
+      row, size, listed.total, is_complete,
+      [&](bool by_mass, uint64_t target) { return find(shared, listed, by_mass, target); }, token);
 }
 
 // A draw among tokens in the order of their ids, which only min_p may cut: first the slice, then the token in
@@ -651,7 +737,7 @@ __device__ uint64_t draw_by_id(Shared& shared, const Row& row) {
   }
   uint64_t own = 0, total;
   if (int(threadIdx.x) < row.slices) {
-    const SliceStatistics& s = row.workspace.statistics[threadIdx.x];
+    const SliceStatistics& s = row.workspace.statistics()[threadIdx.x];
     own = row.with_min_p
               ? mass_of(shared.bins, threadIdx.x)
               : uint64_t(double(s.scaled_sum) * expf(row.log_weight_of(key_in(s.best))) * kUnit + 0.5);
@@ -668,7 +754,7 @@ __device__ uint64_t draw_by_id(Shared& shared, const Row& row) {
   const int slice = int(shared.place.index);
   const double inside = double(shared.place.mass_before) / kUnit;
 
-  const float peak = value_of(key_in(row.workspace.statistics[slice].best));
+  const float peak = value_of(key_in(row.workspace.statistics()[slice].best));
   const uint32_t first = slice * kSampleSlice + threadIdx.x * kPerThread;
   float v[kPerThread];
   load_part(row, first, v);
@@ -712,15 +798,15 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const SampleArgs ar
     }
   }
   if (done) write(args, blockIdx.x, row, token);
-  if (threadIdx.x == 0) *row.workspace.pending = !done;
-  if (!done) row.workspace.masses[threadIdx.x] = row.workspace.counts[threadIdx.x] = 0;
+  if (threadIdx.x == 0) row.workspace.pending() = !done;
+  if (!done) row.workspace.masses()[threadIdx.x] = row.workspace.counts()[threadIdx.x] = 0;
 }
 
 // Counts and masses of the bins of pending rows. `parts` blocks share a row.
 __global__ void __launch_bounds__(kSliceThreads, 4)
     histogram_kernel(const SampleArgs args, bool aligned, int parts) {
   const int64_t index = blockIdx.x / unsigned(parts);
-  if (!*Workspace(args, index).pending) return;
+  if (!Workspace(args, index).pending()) return;
   const Row row(args, index, aligned);
   __shared__ Histogram bins;
   clear<kSliceThreads>(bins);
@@ -729,7 +815,7 @@ __global__ void __launch_bounds__(kSliceThreads, 4)
   for (int slice = int(blockIdx.x % unsigned(parts)); slice < row.slices; slice += parts) {
     float v[kLoads][kLoad];
     for (int j = 0; j < kLoads; ++j) {
-      row.load(int64_t(slice) * kSampleSlice + (j * kSliceThreads + int(threadIdx.x)) * kLoad, v[j]);
+      row.load(slice * kSampleSlice + (j * kSliceThreads + int(threadIdx.x)) * kLoad, v[j]);
     }
     for (int j = 0; j < kLoads; ++j) {
       for (int i = 0; i < kLoad; ++i) {
@@ -742,30 +828,23 @@ __global__ void __launch_bounds__(kSliceThreads, 4)
   for (int i = threadIdx.x; i < kBins; i += kSliceThreads) {
     const unsigned long long mass = mass_of(bins, i);
     if (mass == 0) continue;
-    atomicAdd(reinterpret_cast<unsigned long long*>(&row.workspace.masses[i]), mass);
-    if (row.with_k) atomicAdd(&row.workspace.counts[i], bins.count[i]);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&row.workspace.masses()[i]), mass);
+    if (row.with_k) atomicAdd(&row.workspace.counts()[i], bins.count[i]);
   }
 }
 
 // Pending rows: the cut of top_k, that of top_p, and the draw.
 __global__ void __launch_bounds__(kThreads, 1) select_kernel(const SampleArgs args, bool aligned) {
-  if (!*Workspace(args, blockIdx.x).pending) return;
+  if (!Workspace(args, blockIdx.x).pending()) return;
   __shared__ Shared shared;
   const Row row(args, blockIdx.x, aligned);
-  const Scanned scanned = scan(shared, row.workspace.counts[threadIdx.x], row.workspace.masses[threadIdx.x]);
-  uint64_t kept = scanned.total_mass;
-  Token token{};
-#pragma unroll 1
-  for (int step = 0; step < 3; ++step) {
-    if (step == 0 && !(row.with_k && uint64_t(row.top_k) < scanned.total_count)) continue;
-    if (step == 1 && !row.with_p) continue;
-    const uint64_t target = step == 0   ? row.top_k - 1
-                            : step == 1 ? top_p_goal(row.top_p, kept) - 1
-                                        : draw(row.uniform, kept);
-    token = select(shared, row, scanned, step > 0, target);
-    kept = token.through;
-  }
-  write(args, blockIdx.x, row, token.token);
+  const Scanned scanned =
+      scan(shared, row.workspace.counts()[threadIdx.x], row.workspace.masses()[threadIdx.x]);
+  uint64_t token = 0;
+  cut_and_draw(
+      row, scanned.total_count, scanned.total_mass, true,
+      [&](bool by_mass, uint64_t target) { return select(shared, row, scanned, by_mass, target); }, token);
+  write(args, blockIdx.x, row, token);
 }
 
 template <class T>
