@@ -119,10 +119,10 @@ def open_pelton(folder: Path, settings: Settings) -> Generate:
     )
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, float] | None:
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         asked = [{"prompt_token_ids": p} for p in prompts]
         if new_tokens == 0:  # a question that only this engine knows
             return decode_step_times(llm, asked) if on_gpu else None
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         outputs = llm.generate(asked, params, use_tqdm=False)
         assert all(len(o.outputs[0].token_ids) == new_tokens for o in outputs)
         return None

@@ -21,7 +21,15 @@ import torch
 from pelton.errors import CapacityError, InvalidValueError, ModelOutputError, PeltonError, PromptError
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.request import Request, RequestStatus
-from pelton.sampling import Sampled, Sampler, SamplingParams, TokenLogprobs, request_seed, token_logprobs
+from pelton.sampling import (
+    Sampled,
+    Sampler,
+    SamplingParams,
+    TokenLogprobs,
+    request_seed,
+    send,
+    token_logprobs,
+)
 from pelton.scheduler import Scheduler, StepPlan
 
 __all__ = ["Engine", "RequestGroup", "Runner"]
@@ -374,7 +382,7 @@ class Engine:
         if not requests:
             return None
         if len(rows) != logits.shape[0] or forks:
-            logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
+            logits = logits.index_select(0, send(rows, logits.device))
         return _Flight(plan, requests, forks, self.sampler.start(logits, requests))
 
     def _start_ahead(self, flight: _Flight) -> _Flight | None:
@@ -388,8 +396,7 @@ class Engine:
         tokens = flight.sampled.tokens
         if len(requests) != len(flight.requests):
             places = {request: row for row, request in enumerate(flight.requests)}
-            rows = torch.tensor([places[request] for request in requests], device=tokens.device)
-            tokens = tokens.index_select(0, rows)
+            tokens = tokens.index_select(0, send([places[request] for request in requests], tokens.device))
         logits = self.runner.execute(plan, tokens)
         self.scheduler.update(plan)
         return _Flight(plan, requests, [], self.sampler.start(logits, requests, num_pending=1))

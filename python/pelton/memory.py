@@ -219,8 +219,9 @@ def plan_gpu_kv_cache(
         budget, reason = kv_cache_memory, "kv_cache_memory"
         if kv_cache_memory > memory.total - memory.used:
             raise CapacityError(
-                f"out of GPU memory: {memory.describe(kv_cache_memory)}. Lower kv_cache_memory to "
+                f"out of GPU memory: {memory.describe(kv_cache_memory)}. What helps: lower kv_cache_memory to "
                 f"{format_bytes(max(0, memory.total - memory.used))} or less"
+                + (", or max_num_batched_tokens or max_num_seqs (activations)" if memory.activations else "")
             )
     else:
         budget, reason = max(0, memory.left - reserve), f"gpu_memory_utilization={memory.utilization:g}"

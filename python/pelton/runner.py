@@ -213,16 +213,14 @@ class Runner:
                     "free: use a smaller model or dtype"
                 )
             self.kv_plan = plan_kv_cache(available=available - weight_bytes, **sizes)
-        with _telling_what_to_lower(memory, 0, "making room for a step's inputs"):
-            self._make_inputs(config, self.kv_plan.num_blocks)
-
         checkpoint = checkpoint or dummy_checkpoint(config.model, weights)
-        if memory:
-            self._fill_gpu(config, checkpoint, weights, memory, plan_on_gpu)
-        else:
-            with torch.no_grad():
+        with torch.no_grad():
+            if memory:
+                self._fill_gpu(config, checkpoint, weights, memory, plan_on_gpu)
+            else:
                 self._load(config, checkpoint, weights)
                 self.kv_caches = self._allocate_kv_caches(self.num_blocks)
+                self._make_inputs(config)
         logger.info(
             "KV cache: %d blocks of %d tokens, %s (%s)",
             self.num_blocks,
@@ -258,9 +256,9 @@ class Runner:
             finally:
                 products.fp32_precision = "tf32"
 
-    def _make_inputs(self, config: EngineConfig, num_blocks: int) -> None:
+    def _make_inputs(self, config: EngineConfig) -> None:
         # A sequence has a block at least, and a token a slot of its own: no step is larger than the cache.
-        num_blocks -= 1
+        num_blocks = self.num_blocks - 1
         max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens, num_blocks)
         may_record = not config.enforce_eager and ops.backend() != "emulation"
         self._graph_sizes = graph_batch_sizes(max_seqs, self.on_gpu) if may_record else ()
@@ -313,25 +311,25 @@ class Runner:
         plan: partial[KvCachePlan],
     ) -> None:
         """Load, then measure what a step and its graphs take, give the KV cache the rest, and record the graphs."""
-        with torch.no_grad():
-            with _telling_what_to_lower(memory, 0, "loading the weights"):
-                self._load(config, checkpoint, weights)
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            used = _used_memory(self.device)
-            memory = dataclasses.replace(memory, weights=used - memory.others)
-            with _telling_what_to_lower(memory, 0, "running the largest step"):
-                self.kv_caches = self._allocate_kv_caches(1)
-                self._run_largest_step()
-            used, before = _used_memory(self.device), used
-            memory = dataclasses.replace(memory, activations=used - before)
-            with _telling_what_to_lower(memory, 0, "recording CUDA graphs"):
-                memory = dataclasses.replace(memory, graphs=self._measure_graphs())
-            self.kv_plan = plan(memory)
-            with _telling_what_to_lower(memory, self.kv_plan.num_bytes, "taking the KV cache"):
-                self.kv_caches = self._allocate_kv_caches(self.num_blocks)
-            with _telling_what_to_lower(memory, self.kv_plan.num_bytes, "recording CUDA graphs"):
-                self._record_all(self._graph_sizes)
+        with _telling_what_to_lower(memory, 0, "loading the weights"):
+            self._load(config, checkpoint, weights)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        used = _used_memory(self.device)
+        memory = dataclasses.replace(memory, weights=used - memory.others)
+        with _telling_what_to_lower(memory, 0, "running the largest step"):
+            self._make_inputs(config)
+            self.kv_caches = self._allocate_kv_caches(1)
+            self._run_largest_step()
+        used, before = _used_memory(self.device), used
+        memory = dataclasses.replace(memory, activations=used - before)
+        with _telling_what_to_lower(memory, 0, "recording CUDA graphs"):
+            memory = dataclasses.replace(memory, graphs=self._measure_graphs())
+        self.kv_plan = plan(memory)
+        with _telling_what_to_lower(memory, self.kv_plan.num_bytes, "taking the KV cache"):
+            self.kv_caches = self._allocate_kv_caches(self.num_blocks)
+        with _telling_what_to_lower(memory, self.kv_plan.num_bytes, "recording CUDA graphs"):
+            self._record_all(self._graph_sizes)
         logger.info("GPU memory: %s", memory.describe(self.kv_plan.num_bytes))
 
     def _run_largest_step(self) -> None:
@@ -515,14 +513,12 @@ def _used_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def _telling_what_to_lower(memory: GpuMemory | None, kv_cache: int, doing: str) -> Iterator[None]:
-    """Make one message of running out of GPU memory: the sum, and the settings that change it. None: on the CPU."""
+def _telling_what_to_lower(memory: GpuMemory, kv_cache: int, doing: str) -> Iterator[None]:
+    """Make one message of running out of GPU memory: the sum, and the settings that change it."""
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as error:
         text = str(error).lower()
-        if memory is None:
-            raise
         if not isinstance(error, torch.OutOfMemoryError) and not (
             "out of memory" in text or "alloc_failed" in text
         ):

@@ -542,17 +542,22 @@ class Sampler:
         """Bias, min_tokens mask and penalties, in place, in one gather and one scatter over the touched logits."""
         import torch
 
-        vocab_size = logits.shape[1]
+        vocab_size, device = logits.shape[1], logits.device
         flat = logits.view(-1)
+        biased: list[int] = []
+        biases: list[float] = []
+        masked: list[int] = []
         for row, request in enumerate(requests):
             bias = request.params.logit_bias
             if bias:
-                index = torch.tensor(list(bias), device=logits.device) + row * vocab_size
-                flat[index] += torch.tensor(list(bias.values()), device=logits.device)
+                biased += [row * vocab_size + i for i in bias]
+                biases += bias.values()
             if unfinished_minimum[row]:
-                masked = [row * vocab_size + i for i in request.eos_token_ids | request.stop_token_ids]
-                if masked:
-                    flat[torch.tensor(masked, device=logits.device)] = -math.inf
+                masked += [row * vocab_size + i for i in request.eos_token_ids | request.stop_token_ids]
+        if biased:
+            flat.index_add_(0, send(biased, device), send(biases, device, torch.float32))
+        if masked:
+            flat.index_fill_(0, send(masked, device), -math.inf)
 
         places: list[Any] = []
         counts: list[Any] = []
@@ -575,10 +580,10 @@ class Sampler:
                 )
         if not places:
             return
-        index = torch.from_numpy(np.concatenate(places)).to(logits.device)
-        count = torch.from_numpy(np.concatenate(counts)).to(logits.device)
+        index = send(np.concatenate(places), device)
+        count = send(np.concatenate(counts), device)
         each = np.repeat(np.array(strengths, dtype=np.float32), sizes, axis=0)
-        repetition, frequency, presence = torch.from_numpy(each).to(logits.device).unbind(-1)
+        repetition, frequency, presence = send(each, device).unbind(-1)
         values = flat[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         flat[index] = values - frequency * count - presence * (count > 0)
@@ -613,7 +618,7 @@ def _kernel_arguments(
         reals[0] = [p.temperature for p in params]
     reals[1] = [p.top_p for p in params]
     reals[2] = [p.min_p for p in params]
-    there = torch.from_numpy(host).to(device, non_blocking=True)
+    there = send(host, device)
     narrow = there[2:].view(torch.int32).view(4, num_rows)
     return {
         "seeds": there[0],
@@ -625,12 +630,20 @@ def _kernel_arguments(
     }
 
 
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def send(
+    values: Sequence[float] | np.ndarray[Any, Any], device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """These values on the device. To a GPU they go from pinned memory, so that the host waits for nothing."""
     import torch
 
+    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     if len(rows) == logits.shape[0]:
         return logits
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, send(rows, logits.device))
 
 
 def _argmax(x: torch.Tensor) -> tuple[list[float], list[int]]:

@@ -142,7 +142,7 @@ def test_the_kv_cache_is_as_large_as_was_said() -> None:
     assert (found.num_blocks, found.reason) == (58 * 512, "kv_cache_memory")
     with pytest.raises(
         CapacityError,
-        match=r"out of GPU memory: weights 16.00 GiB, KV cache 61.00 GiB.*Lower kv_cache_memory",
+        match=r"out of GPU memory: weights 16.00 GiB, KV cache 61.00 GiB.*lower kv_cache_memory",
     ):
         plan(memory(), kv_cache_memory=61 * GIB)
     with pytest.raises(

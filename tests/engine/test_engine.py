@@ -559,7 +559,7 @@ def test_running_out_of_gpu_memory_in_a_step_is_a_clear_error():
     engine = make_engine(runner)
     runner.fail_at = {2: torch.OutOfMemoryError("CUDA out of memory")}
     group = engine.add_request([1, 2], SamplingParams(max_tokens=9))
-    with pytest.raises(CapacityError, match="out of GPU memory in a step .*lower gpu_memory_utilization"):
+    with pytest.raises(CapacityError, match=r"out of GPU memory in a step .*lower gpu_memory_utilization"):
         run(engine, [group])
     again = engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=9))
     run(engine, [again])

@@ -177,11 +177,11 @@ def test_the_kv_cache_takes_what_the_utilization_leaves() -> None:
             {"gpu_memory_utilization": 1e-4},
             ["nothing is left for the KV cache", "raise gpu_memory_utilization"],
         ),
-        ({"kv_cache_memory": "10000GiB"}, ["KV cache 10000.00 GiB", "Lower kv_cache_memory"]),
+        ({"kv_cache_memory": "10000GiB"}, ["KV cache 10000.00 GiB", "lower kv_cache_memory"]),
         ({"kv_cache_memory": "1KiB"}, ["kv_cache_memory is 1024 bytes", "give at least"]),
         (
             {"max_num_batched_tokens": 1 << 34, "kv_cache_memory": "60GiB"},
-            ["while running the largest step", "lower max_num_batched_tokens"],
+            ["out of GPU memory", "activations", "max_num_batched_tokens"],
         ),
     ],
     ids=["utilization", "kv_cache_memory", "small", "activations"],
