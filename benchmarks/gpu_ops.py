@@ -7,7 +7,7 @@
 Times are medians of `triton.testing.do_bench` in microseconds, the second-level cache flushed before each call;
 "graph" is the operator replayed in a CUDA graph of twenty calls over the same tensors (no flush), as decode steps
 run it. TB/s counts what must be read once and written once; "of ceiling" is its part of the speed of a copy of 1 GiB,
-measured in the same run. "torch" is the operator's reference in eager mode (for reshape_and_cache and embedding one
+"copy" the time of a copy that moves as many bytes, both measured in the same run. "torch" is the operator's reference in eager mode (for reshape_and_cache and embedding one
 call of torch's own), "compiled" the same function through torch.compile.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import re
 import statistics
@@ -53,6 +54,7 @@ class Result:
     graph_us: float
     torch_us: float
     compiled_us: float | None
+    copy_us: float
     tb_per_s: float
     of_ceiling: float
 
@@ -256,16 +258,18 @@ def measure(case: Case, ceiling: float, compile: bool) -> Result:
         graph_us=graph_us(case.pelton),
         torch_us=median_us(lambda: case.torch(*case.tensors)),
         compiled_us=compiled_us,
+        copy_us=copy_us(case.num_bytes),
         tb_per_s=tb_per_s,
         of_ceiling=tb_per_s / ceiling,
     )
 
 
-def copy_ceiling() -> float:
-    """Bytes read and written by a copy of 1 GiB, in TB/s."""
-    source = torch.randint(-128, 127, (1 << 30,), dtype=torch.int8)
+@functools.cache
+def copy_us(moved: int) -> float:
+    """Of a plain copy that reads and writes `moved` bytes together."""
+    source = torch.randint(-128, 127, (max(1, moved // 2),), dtype=torch.int8)
     target = torch.empty_like(source)
-    return 2 * num_bytes(source) / median_us(lambda: target.copy_(source)) / 1e6
+    return median_us(lambda: target.copy_(source))
 
 
 @torch.inference_mode()
@@ -292,11 +296,17 @@ def overheads() -> dict[str, float]:
     query, key, value = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
     positions, table = torch.zeros(1, dtype=torch.int64), torch.randn(64, 128)
     cache, cache_of_values = torch.zeros(8, 8, 16, 128).bfloat16(), torch.zeros(8, 8, 16, 128).bfloat16()
+    none = x[:0]
+    no_tokens = (query[:0], key[:0], positions[:0], table, False)
+    no_keys = (key[:0], value[:0], cache, cache_of_values, positions[:0])
     calls: dict[str, Call] = {
         "empty Python function": lambda: None,
         "torch: x.fill_(0)": lambda: x.fill_(0),
         "torch: torch.add(x, x, out=out)": lambda: torch.add(x, x, out=out),
         "backend (no tensor, no launch)": raw.backend.default,
+        "rms_norm of no rows (no launch)": lambda: raw.rms_norm.default(none, none, weight, 1e-6),
+        "rotary_embedding of no tokens (no launch)": lambda: raw.rotary_embedding.default(*no_tokens),
+        "reshape_and_cache of no tokens (no launch)": lambda: raw.reshape_and_cache.default(*no_keys),
         "rms_norm": lambda: raw.rms_norm.default(out, x, weight, 1e-6),
         "fused_add_rms_norm": lambda: raw.fused_add_rms_norm.default(x, out, weight, 1e-6),
         "silu_and_mul": lambda: raw.silu_and_mul.default(half, x),
@@ -344,12 +354,12 @@ def main() -> None:
     if options.overhead:
         report["host_us"] = overheads()
         for name, us in report["host_us"].items():
-            print(f"{name:34} {us:6.2f} µs")
+            print(f"{name:42} {us:6.2f} µs")
     else:
-        ceiling = copy_ceiling()
+        ceiling = 2**31 / copy_us(2**31) / 1e6
         print(f"copy ceiling {ceiling:.2f} TB/s")
         print(
-            f"{'op':20} {'shape':24} {'pelton':>8} {'graph':>8} {'torch':>8} {'compiled':>8} {'TB/s':>6} ceiling"
+            f"{'op':20} {'shape':24} {'pelton':>8} {'graph':>8} {'torch':>8} {'compiled':>8} {'copy':>8} {'TB/s':>6} ceiling"
         )
         results = []
         for group in GROUPS:
@@ -361,7 +371,7 @@ def main() -> None:
                 compiled = f"{r.compiled_us:8.1f}" if r.compiled_us else " " * 8
                 slower = "  SLOWER" if r.compiled_us and r.pelton_us > 1.01 * r.compiled_us else ""
                 print(
-                    f"{r.op:20} {r.shape:24} {r.pelton_us:8.1f} {r.graph_us:8.1f} {r.torch_us:8.1f} {compiled} "
+                    f"{r.op:20} {r.shape:24} {r.pelton_us:8.1f} {r.graph_us:8.1f} {r.torch_us:8.1f} {compiled} {r.copy_us:8.1f} "
                     f"{r.tb_per_s:6.2f} {r.of_ceiling:6.0%}{slower}",
                     flush=True,
                 )

@@ -1,8 +1,7 @@
 // The paged KV cache on the GPU: writing new tokens into their slots, copying blocks, also to and from pinned
-// host memory. Writes go over the bytes of a head (x), the heads (y) and tokens (z). In copies a thread
-// follows the whole list of pairs for its bytes of a block, so that pairs take effect in the order of the
-// list. Method: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-// PagedAttention", 2023.
+// host memory. Writes go over the bytes of a head (x), the heads (y) and tokens (z); copies over the bytes of
+// a block (x), pairs (y) and the two caches (z), and pairs take effect in the order of the list. Method: Kwon
+// et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
 #include "../common/gpu.cuh"
 #include "cache.h"
 
@@ -10,8 +9,9 @@ namespace pelton::gpu {
 namespace {
 
 constexpr int kWriteThreads = 256;
-constexpr int kCopyThreads = 64;
-constexpr int kUnroll = 8;  // pairs that a thread has under way together
+constexpr int kCopyThreads = 256;
+constexpr int kUnroll = 4;      // pairs that a thread has under way together
+constexpr int kListPart = 512;  // pairs that a kernel looks through for clashes
 
 template <class T>
 __device__ __forceinline__ T* at(void* base, int64_t bytes) {
@@ -46,61 +46,71 @@ __global__ void __launch_bounds__(kWriteThreads)
   }
 }
 
-// The pairs of the list that a warp takes in one go, one a lane: as many as do not touch what an earlier one
-// of them wrote, so that all their loads may come before all their stores.
-struct PairBatch {
-  int source, destination;  // of this lane, -1 for a pair that is out of range
-  int count;
+struct CopyLists {
+  CopyBlocksArgs list[2];
+};
 
-  __device__ __forceinline__ PairBatch(const CopyBlocksArgs& a, int64_t first, int lane) {
-    source = destination = -1;
-    if (first + lane < a.pairs) {
-      const int64_t from = a.block_mapping[2 * (first + lane)], to = a.block_mapping[2 * (first + lane) + 1];
-      if (uint64_t(from) < uint64_t(a.sources) && uint64_t(to) < uint64_t(a.destinations)) {
-        source = int(from), destination = int(to);
+// Part of a list of pairs, as addresses; a pair that is out of range or copies a block onto itself is left
+// out.
+struct Pairs {
+  int64_t source[kListPart], destination[kListPart];  // destination 0: left out
+  int ordered;                                        // not 0: a pair reads or writes what another one writes
+
+  // All threads of the block together.
+  __device__ __forceinline__ void read(const CopyBlocksArgs& a, int64_t first, int count) {
+    if (threadIdx.x == 0) ordered = 0;
+    for (int i = threadIdx.x; i < count; i += kCopyThreads) {
+      const int64_t from = a.block_mapping[2 * (first + i)], to = a.block_mapping[2 * (first + i) + 1];
+      const bool known = uint64_t(from) < uint64_t(a.sources) && uint64_t(to) < uint64_t(a.destinations);
+      source[i] = int64_t(reinterpret_cast<uintptr_t>(a.from)) + from * a.from_stride;
+      destination[i] = int64_t(reinterpret_cast<uintptr_t>(a.to)) + to * a.to_stride;
+      if (!known || source[i] == destination[i]) destination[i] = 0;
+    }
+    __syncthreads();
+    bool clash = false;
+    for (int i = threadIdx.x; i < count; i += kCopyThreads) {
+      const int64_t from = source[i], to = destination[i];
+      for (int other = 0; to != 0 && other < count; ++other) {
+        const int64_t written = destination[other];
+        clash |= written != 0 && (written == from || (written == to && other != i));
       }
     }
-    int clash = kWarp;
-    for (int earlier = 0; earlier < kWarp - 1; ++earlier) {
-      const int written = shuffle(destination, earlier);
-      if (earlier < lane && written >= 0 && (written == source || written == destination)) clash = lane;
-    }
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) clash = min(clash, shuffle_xor(clash, mask));
-    count = int(min(int64_t(clash), a.pairs - first));
+    if (clash) atomicOr(&ordered, 1);
+    __syncthreads();
   }
 };
 
+// One part of the list. Pairs without a clash are split over the grid's y; else each thread of y = 0 follows
+// them for its bytes, one after the other.
 template <class Access>
 __global__ void __launch_bounds__(kCopyThreads)
-    copy_blocks_kernel(const CopyBlocksArgs first_list, const CopyBlocksArgs second_list) {
-  CopyBlocksArgs a = first_list;  // a reference to one of two would put both into local memory
-  if (blockIdx.y != 0) a = second_list;
+    copy_blocks_kernel(const CopyLists lists, int64_t first, int count) {
+  __shared__ Pairs pairs;
+  const CopyBlocksArgs& a = lists.list[blockIdx.z];
+  pairs.read(a, first, count);
+  if (pairs.ordered && blockIdx.y > 0) return;
   const int64_t items = a.block_bytes / int64_t(sizeof(Access));
-  const int lane = threadIdx.x % kWarp;
-  // Whole warps go on, because lanes ask each other for pairs.
-  for (int64_t start = int64_t(blockIdx.x) * kCopyThreads; start < items;
-       start += int64_t(gridDim.x) * kCopyThreads) {
-    const int64_t item = start + threadIdx.x;
-    const Access* from = at<Access>(a.from, 0) + item;
-    Access* to = at<Access>(a.to, 0) + item;
-    for (int64_t first = 0; first < a.pairs;) {
-      const PairBatch batch(a, first, lane);
-      for (int k = 0; k < batch.count; k += kUnroll) {
-        Access part[kUnroll];
-        int destination[kUnroll];
+  const int64_t item = int64_t(blockIdx.x) * kCopyThreads + threadIdx.x;
+  if (item >= items) return;
+  const auto from = [&](int i) { return reinterpret_cast<const Access*>(uintptr_t(pairs.source[i])) + item; };
+  const auto to = [&](int i) { return reinterpret_cast<Access*>(uintptr_t(pairs.destination[i])) + item; };
+  if (pairs.ordered) {
+    for (int i = 0; i < count; ++i) {
+      if (pairs.destination[i] != 0) *to(i) = *from(i);
+    }
+    return;
+  }
+  for (int start = blockIdx.y; start < count; start += kUnroll * gridDim.y) {
+    Access part[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          const int source = shuffle(batch.source, (k + u) % kWarp);
-          destination[u] = shuffle(batch.destination, (k + u) % kWarp);
-          if (k + u >= batch.count || item >= items) destination[u] = -1;
-          if (destination[u] >= 0) part[u] = *at<Access>(from, source * a.from_stride);
-        }
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = start + u * gridDim.y;
+      if (i < count && pairs.destination[i] != 0) part[u] = *from(i);
+    }
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          if (destination[u] >= 0) *at<Access>(to, destination[u] * a.to_stride) = part[u];
-        }
-      }
-      first += batch.count;
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = start + u * gridDim.y;
+      if (i < count && pairs.destination[i] != 0) *to(i) = part[u];
     }
   }
 }
@@ -113,10 +123,15 @@ int copy(const CopyBlocksArgs& first, const CopyBlocksArgs& second, int lists, v
   const int64_t most = std::max(first.block_bytes, second.block_bytes);
   if (first.pairs == 0 || most == 0) return 0;
   const int bytes = std::min(copy_accesses(first), copy_accesses(second));
-  const dim3 grid(grid_size(ceil_div<int64_t>(most / bytes, kCopyThreads)), unsigned(lists));
-  dispatch_access(bytes, [&](auto access) {
-    copy_blocks_kernel<decltype(access)><<<grid, kCopyThreads, 0, cudaStream_t(stream)>>>(first, second);
-  });
+  const unsigned x = grid_size(ceil_div<int64_t>(most / bytes, kCopyThreads));
+  for (int64_t start = 0; start < first.pairs; start += kListPart) {  // the parts one after the other
+    const int count = int(std::min<int64_t>(kListPart, first.pairs - start));
+    const dim3 grid(x, unsigned(ceil_div(count, kUnroll)), unsigned(lists));
+    dispatch_access(bytes, [&](auto access) {
+      copy_blocks_kernel<decltype(access)>
+          <<<grid, kCopyThreads, 0, cudaStream_t(stream)>>>({{first, second}}, start, count);
+    });
+  }
   return launch_result();
 }
 

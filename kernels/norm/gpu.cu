@@ -183,7 +183,6 @@ void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
   if constexpr (N == 1) {  // rare: fewer kernels to build
     if (vectors <= 128) return launch_rows<T, N, 32, 4, Add>(a, rows, stream);
     if (vectors <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
-    if (vectors <= 8192) return launch_rows<T, N, 1024, 8, Add>(a, rows, stream);
   } else {
     if (vectors <= 8) return launch_rows<T, N, 8, 1, Add>(a, rows, stream);
     if (vectors <= 16) return launch_rows<T, N, 16, 1, Add>(a, rows, stream);
@@ -193,8 +192,8 @@ void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
     if (vectors <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
     if (vectors <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
     if (vectors <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
-    if (vectors <= 2048) return launch_rows<T, N, 512, 4, Add, false>(a, rows, stream);
-    if (vectors <= 4096) return launch_rows<T, N, 1024, 4, Add, false>(a, rows, stream);
+    if (vectors <= 2048) return launch_rows<T, N, 512, 4, Add>(a, rows, stream);
+    if (vectors <= 4096) return launch_rows<T, N, 512, 8, Add, false>(a, rows, stream);
     if (vectors <= 8192) return launch_rows<T, N, 1024, 8, Add, false>(a, rows, stream);
   }
   wide_norm_kernel<T, N, 512, Add><<<grid_size(rows), 512, 0, stream>>>(a);

@@ -12,42 +12,40 @@ constexpr int kHeads = 2;  // of a thread, under way together
 // With fewer tokens than these, all heads of a token are under way together.
 constexpr int64_t kManyTokens = 512;
 
-// N pairs of a head, beginning with pair `first`: elements first and first + half, or neighbours when
-// interleaved.
+// N pairs of a head in two vectors: the first elements in one and the second in the other, or neighbours of
+// the same vector when interleaved. (One pair in two vectors of one element is the same either way.)
 template <class T, int N, bool kInterleaved>
 struct Pairs {
+  static constexpr bool kNeighbours = kInterleaved && N > 1;
   Packed<T, N> part[2];
 
   __device__ __forceinline__ void load(const T* x, int64_t second) {
     part[0] = Packed<T, N>::load(x);
     part[1] = Packed<T, N>::load(x + second);
   }
-  __device__ __forceinline__ float element(int i, int which) const {
-    return kInterleaved ? part[(2 * i + which) / N][(2 * i + which) % N] : part[which][i];
-  }
   __device__ __forceinline__ void turn_and_store(T* x, int64_t second, const float (&cos)[N],
                                                  const float (&sin)[N]) const {
     float turned[2][N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float a = element(i, 0), b = element(i, 1);
-      const float values[2] = {a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]};
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        (kInterleaved ? turned[(2 * i + which) / N][(2 * i + which) % N] : turned[which][i]) = values[which];
-      }
+      const int va = kNeighbours ? 2 * i / N : 0, vb = kNeighbours ? va : 1;
+      const int ia = kNeighbours ? 2 * i % N : i, ib = kNeighbours ? ia + 1 : i;
+      const float a = part[va][ia], b = part[vb][ib];
+      turned[va][ia] = a * cos[i] - b * sin[i];
+      turned[vb][ib] = b * cos[i] + a * sin[i];
     }
     Packed<T, N>::rounded(turned[0]).store(x);
     Packed<T, N>::rounded(turned[1]).store(x + second);
   }
 };
 
-template <int N>
-__device__ __forceinline__ void load_angles(float (&to)[N], const float* from) {
-  constexpr int kAngles = N < 4 ? N : 4;
+// Angles of N pairs, one after the other, or the two halves of them `half / 2` pairs apart.
+template <int N, bool kHalves>
+__device__ __forceinline__ void load_angles(float (&to)[N], const float* from, int half) {
+  constexpr int kRun = kHalves ? N / 2 : N, kAngles = kRun < 4 ? kRun : 4;
 #pragma unroll
   for (int i = 0; i < N; i += kAngles) {
-    const auto part = load_vector<float, kAngles>(from + i);
+    const auto part = load_vector<float, kAngles>(from + (kHalves && i >= kRun ? half / 2 + i - kRun : i));
 #pragma unroll
     for (int j = 0; j < kAngles; ++j) to[i + j] = part[j];
   }
@@ -59,13 +57,16 @@ __global__ void __launch_bounds__(kThreads) rotary_kernel(const RotaryArgs a, in
   if (token >= tokens) return;
   const int half = int(a.rotary_dim / 2), query_heads = int(a.query.heads),
             heads = query_heads + int(a.key.heads);
-  const int64_t second = kInterleaved ? N : half;
+  // The vectors of a thread lie half a head apart, or are one pair of neighbours.
+  constexpr bool kNeighbours = Pairs<T, N, kInterleaved>::kNeighbours,
+                 kOnePair = kInterleaved && !kNeighbours;
+  const int64_t second = kOnePair ? 1 : half;
   T* query = static_cast<T*>(a.query.data) + token * a.query.token_stride;
   T* key = static_cast<T*>(a.key.data) + token * a.key.token_stride - query_heads * a.key.head_stride;
   const int64_t position = a.positions[token];
   const bool known = uint64_t(position) < uint64_t(a.max_position);
   for (int first = threadIdx.x * N; first < half; first += blockDim.x * N) {
-    const int offset = kInterleaved ? 2 * first : first;
+    const int offset = kOnePair ? 2 * first : first;
     float cos[N], sin[N];
     for (int start = threadIdx.y; start < heads; start += kHeads * blockDim.y) {
       Pairs<T, N, kInterleaved> pairs[kHeads];
@@ -79,9 +80,9 @@ __global__ void __launch_bounds__(kThreads) rotary_kernel(const RotaryArgs a, in
       }
       if (!known) break;
       if (start == threadIdx.y) {  // the heads' loads do not wait for the position's
-        const float* angles = a.cos_sin_cache + position * a.rotary_dim + first;
-        load_angles(cos, angles);
-        load_angles(sin, angles + half);
+        const float* angles = a.cos_sin_cache + position * a.rotary_dim + (kNeighbours ? first / 2 : first);
+        load_angles<N, kNeighbours>(cos, angles, half);
+        load_angles<N, kNeighbours>(sin, angles + half, half);
       }
 #pragma unroll
       for (int k = 0; k < kHeads; ++k) {
