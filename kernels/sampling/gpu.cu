@@ -1,14 +1,15 @@
 // One token per row of logits: argmax, or a draw from the softmax cut by min_p, top_k and top_p, without a
 // sort of the row. statistics_kernel notes maxima and sums of slices of the rows. sample_kernel, one block a
 // row, sorts the few tokens that can be drawn, or draws in the order of ids where nothing cuts. Rows where
-// more than that can be drawn are left to histogram_kernel and select_kernel: radix selection, bin by bin, of
-// each cut and of the draw.
+// more can be drawn are left to histogram_kernel and select_kernel: radix selection (Alabi et al. 2012) of
+// each cut and of the draw, where bins count tokens or their probabilities.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
 
 #include "../common/gpu.cuh"
 #include "sampling.h"
+#include "warp.cuh"
 
 namespace pelton::gpu {
 namespace {
@@ -301,7 +302,7 @@ __device__ uint64_t block_scan(Shared& shared, uint64_t own, uint64_t& total) {
 
 // A number of its own, counted from `counter` on, for each lane of the warp that wants one.
 __device__ __forceinline__ uint32_t reserve(uint32_t& counter, bool wanted) {
-  const uint32_t lane = threadIdx.x % kWarp, wants = __ballot_sync(kAllLanes, wanted);
+  const uint32_t lane = threadIdx.x % kWarp, wants = ballot(wanted);
   if (wants == 0) return 0;
   uint32_t first = 0;
   if (lane == 0) first = atomicAdd(&counter, uint32_t(__popc(wants)));
