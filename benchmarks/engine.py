@@ -17,9 +17,8 @@ On a GPU no checkpoint is needed: the weights are random numbers, made on the de
 
     python benchmarks/engine.py --device cuda --model llama-3-8b --batch 1 32 256 --prompt 512 --json results.json
 
-Pelton is then also asked how much of a decode step is its kernels' own time: the step's wall time beside the sum of
-the durations of its kernels, as the profiler tells them, and beside the same recorded step started again and again
-with nothing in between.
+Pelton is then also asked how much of a decode step the GPU computes, by the profiler's timeline of some steps, and how
+long the same recorded step takes when it is started again and again with nothing in between.
 """
 
 from __future__ import annotations
@@ -131,44 +130,65 @@ def open_pelton(folder: Path, settings: Settings) -> Generate:
 
 
 def decode_step_times(llm: Any, asked: list[dict[str, list[int]]]) -> dict[str, float]:
-    """Seconds of a decode step: in the engine, its recording alone, and the sum of its kernels."""
+    """Seconds of a decode step, from the profiler's timeline of some: all of it, and when the GPU computed.
+
+    Copies between host and device are not computing; kernels that run side by side count once. `replay` is the same
+    recorded step, started again and again with nothing in between, by the GPU's clock.
+    """
     import torch
 
     from pelton import SamplingParams
 
-    def run(count: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    engine, steps = llm.engine, 24
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 40, ignore_eos=True)
+    groups = [engine.add_request(prompt["prompt_token_ids"], params) for prompt in asked]
+    while min(len(group.first.output_token_ids) for group in groups) < 4:
+        engine.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            engine.step()
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        llm.generate(asked, params, use_tqdm=False)
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+    engine.abort(groups)
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    marks = [event.time_range.start for event in events if "embedding" in event.name]  # one a step
+    steps = len(marks) - 1
+    kernels = [
+        event
+        for event in events
+        if marks[0] <= event.time_range.start < marks[-1] and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    by_name: dict[str, float] = {}
+    idle: dict[str, float] = {}
+    busy, end, last = 0.0, kernels[0].time_range.start, ""
+    for event in kernels:
+        by_name[event.name] = by_name.get(event.name, 0.0) + event.device_time / steps
+        start = event.time_range.start
+        if start > end:
+            between = f"{last[:50]} ... {event.name[:50]}"
+            idle[between] = idle.get(between, 0.0) + (start - end) / steps
+        busy += max(0.0, event.time_range.end - max(start, end))
+        end, last = max(end, event.time_range.end), event.name
+    for title, times in (("computing", by_name), ("idle", idle)):
+        print(title, file=sys.stderr)
+        for name, micros in sorted(times.items(), key=lambda item: -item[1])[:14]:
+            print(f"{micros:9.1f} us  {name[:120]}", file=sys.stderr)
+    span = marks[-1] - marks[0]
 
-    few, many = 8, 72
-    run(few)
-    step = (run(many) - run(few)) / (many - few)
-    runner = llm.engine.runner
-    size = next(s for s in runner._graph_sizes if s >= len(asked))
-    graph = runner._graphs[size]
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    runner = engine.runner
+    graph = runner._graphs[next(size for size in runner._graph_sizes if size >= len(asked))]
+    first_event, last_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
-    first.record()
+    first_event.record()
     for _ in range(20):
         graph.replay()
-    last.record()
+    last_event.record()
     torch.cuda.synchronize()
-    replay = first.elapsed_time(last) / 20e3
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(5):
-            graph.replay()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels: dict[str, float] = {}
-    for event in events:
-        kernels[event.name] = kernels.get(event.name, 0.0) + event.device_time / 5e6
-    for name, seconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
-        print(f"{seconds * 1e6:9.1f} us  {name[:120]}", file=sys.stderr)
-    return {"step": step, "replay": replay, "kernels": sum(kernels.values())}
+    return {
+        "step": span / steps * 1e-6,
+        "busy": busy / steps * 1e-6,
+        "replay": first_event.elapsed_time(last_event) / 20e3,
+    }
 
 
 def open_transformers(folder: Path, settings: Settings, **options: Any) -> Generate:
@@ -498,7 +518,7 @@ def main() -> None:
             if on_gpu and own:
                 pelton = next(peer for peer in peers if peer.name == "pelton")
                 times = pelton.ask([[7] * arguments.prompt] * batch, 0)
-                own["decode_step"] = {name: times[name] for name in ("step", "replay", "kernels")}
+                own["decode_step"] = {name: times[name] for name in ("step", "busy", "replay")}
                 parts = ", ".join(
                     f"{name} {times[name] * 1e3:.3f} ms" for name in ("step", "replay", "kernels")
                 )

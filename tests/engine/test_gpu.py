@@ -157,17 +157,27 @@ def test_shapes_that_pass_the_pinned_buffers_in_pieces(
 # Memory.
 
 
-def test_the_kv_cache_takes_what_the_utilization_leaves() -> None:
+def test_the_kv_cache_takes_what_the_utilization_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of 2 GiB that nobody else changes meanwhile, and on which something else has 600 MiB."""
     gc.collect()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(DEVICE)
-    wanted = (total - free) + (6 << 30)  # used already, and 6 GiB for the engine
-    it = runner(gpu_memory_utilization=wanted / total, max_num_seqs=1024, max_model_len=256)
-    assert "gpu_memory_utilization" in it.kv_plan.reason or "sequences" in it.kv_plan.reason
-    now, _ = torch.cuda.mem_get_info(DEVICE)
-    assert total - now < wanted + (256 << 20)
-    key_cache, _ = it.kv_caches[0]
-    assert key_cache.shape[0] == it.num_blocks and key_cache.device == DEVICE
+    base, total, others = torch.cuda.memory_reserved(DEVICE), 2 << 30, 600 << 20
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        return total - others - (torch.cuda.memory_reserved(device) - base), total
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    options = {"gpu_memory_utilization": 0.75, "max_num_seqs": 1024, "enforce_eager": True}
+    it = runner(max_model_len=256, **options)
+    assert it.kv_plan.reason == "gpu_memory_utilization=0.75"
+    free, _ = mem_get_info(DEVICE)
+    assert 0 <= total * 0.75 - (total - free) < 64 << 20
+    key_cache, value_cache = it.kv_caches[0]
+    assert key_cache.shape[0] == value_cache.shape[0] == it.num_blocks and key_cache.device == DEVICE
+    num_blocks = it.num_blocks
+    del it, key_cache, value_cache
+    larger_steps = runner(max_model_len=256, **(options | {"max_num_batched_tokens": 8192}))
+    assert larger_steps.num_blocks < num_blocks
 
 
 @pytest.mark.parametrize(
