@@ -119,17 +119,19 @@ int copy_accesses(const CopyBlocksArgs& a) {
   return access_bytes({address(a.from), address(a.to), a.from_stride, a.to_stride, a.block_bytes});
 }
 
-int copy(const CopyBlocksArgs& first, const CopyBlocksArgs& second, int lists, void* stream) {
+// The first `num_lists` lists, which have the same pairs.
+int copy(const CopyLists& lists, int num_lists, void* stream) {
+  const CopyBlocksArgs &first = lists.list[0], &second = lists.list[1];
   const int64_t most = std::max(first.block_bytes, second.block_bytes);
   if (first.pairs == 0 || most == 0) return 0;
   const int bytes = std::min(copy_accesses(first), copy_accesses(second));
   const unsigned x = grid_size(ceil_div<int64_t>(most / bytes, kCopyThreads));
   for (int64_t start = 0; start < first.pairs; start += kListPart) {  // the parts one after the other
     const int count = int(std::min<int64_t>(kListPart, first.pairs - start));
-    const dim3 grid(x, unsigned(ceil_div(count, kUnroll)), unsigned(lists));
+    const dim3 grid(x, unsigned(ceil_div(count, kUnroll)), unsigned(num_lists));
     dispatch_access(bytes, [&](auto access) {
       copy_blocks_kernel<decltype(access)>
-          <<<grid, kCopyThreads, 0, cudaStream_t(stream)>>>({{first, second}}, start, count);
+          <<<grid, kCopyThreads, 0, cudaStream_t(stream)>>>(lists, start, count);
     });
   }
   return launch_result();
@@ -157,10 +159,10 @@ int reshape_and_cache(const ReshapeAndCacheArgs& a, int64_t tokens, void* stream
 }
 
 int copy_blocks(const CopyBlocksArgs& keys, const CopyBlocksArgs& values, void* stream) {
-  return copy(keys, values, 2, stream);
+  return copy({{keys, values}}, 2, stream);
 }
 
-int swap_blocks(const CopyBlocksArgs& args, void* stream) { return copy(args, args, 1, stream); }
+int swap_blocks(const CopyBlocksArgs& args, void* stream) { return copy({{args, args}}, 1, stream); }
 
 int swap_blocks_by_engine(const CopyBlocksArgs& a, void* stream) {
   if (a.block_bytes == 0) return 0;
