@@ -46,7 +46,7 @@ bool attention_mma_fits(const AttentionArgs& a) {
       double(a.num_seqs) * double(a.max_blocks * a.block_size / 16 + 1) * double(a.num_heads);
   return a.dtype != DType::f32 && a.cache_dtype == a.dtype && a.head_size % 8 == 0 &&
          is_aligned16(a.key_cache) && is_aligned16(a.value_cache) && is_aligned16(a.workspace) &&
-         tiles < 0x7fffffff && a.num_blocks <= 0x7fffffff &&
+         tiles < 0x3fffffff && a.num_blocks <= 0x7fffffff &&
          pairs(a.query, a.query_token_stride, a.query_head_stride) &&
          pairs(a.out, a.out_token_stride, a.out_head_stride);
 }

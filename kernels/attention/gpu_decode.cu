@@ -15,6 +15,7 @@
 namespace pelton::gpu {
 namespace {
 
+constexpr int kExchangeRows = 4;  // that warps put together at once
 constexpr int kMergeThreads = 512;
 constexpr int kMinTiles = 4;  // of a block: with fewer, putting parts together costs more than it brings
 
@@ -26,12 +27,11 @@ struct Cut {
   int pieces, sequence, kv_head, row_tile;  // pieces 0: nothing was cut
 };
 
-// Four elements of an output; addresses are even numbers of elements.
+// Two elements of an output.
 template <class T>
-__device__ __forceinline__ void store4(T* out, const float (&sums)[4], float weight) {
+__device__ __forceinline__ void store2(T* out, float low, float high, float weight) {
   const float factor = weight == 0 ? 0 : 1 / weight;
-  *reinterpret_cast<uint32_t*>(out) = pack2<T>(sums[0] * factor, sums[1] * factor);
-  *reinterpret_cast<uint32_t*>(out + 2) = pack2<T>(sums[2] * factor, sums[3] * factor);
+  *reinterpret_cast<uint32_t*>(out) = pack2<T>(low * factor, high * factor);
 }
 
 // The line cut into parts, the first of which are one longer when it does not divide.
@@ -97,17 +97,17 @@ struct Item {
 };
 
 // D: room for the head; when Exact, head_size is D. A tile is 16 PositionBlocks positions.
-template <class T_, int D_, bool Exact_, int RowBlocks_, int PositionBlocks_, int Warps_, int Stages_>
+template <class T_, int D_, bool Exact_, int RowBlocks_, int PositionBlocks_, int Warps_>
 struct DecodeShape {
   using T = T_;
-  static constexpr int D = D_, kRowBlocks = RowBlocks_, kWarps = Warps_, kStages = Stages_;
+  static constexpr int D = D_, kRowBlocks = RowBlocks_, kWarps = Warps_;
   static constexpr bool kExact = Exact_;
   static constexpr int kPositionBlocks = PositionBlocks_, kPositions = 16 * kPositionBlocks;
   static constexpr int kThreads = kWarps * kWarp, kRows = 8 * kRowBlocks;
   static constexpr int kTile = kPositions * D;  // elements of a tile of keys, or of values
   static constexpr int kSumStride = D + 4;      // floats: rows in different banks
-  static constexpr int kRing = kWarps * kStages * 2 * kTile;
-  static constexpr int kSharedBytes = kRing * 2 + kWarps * 8 * kSumStride * 4;
+  static constexpr int kStageBytes = kWarps * 2 * kTile * 2,
+                       kExchangeBytes = kWarps * kExchangeRows * kSumStride * 4;
   static_assert(kPositions <= kWarp);
   using Item = gpu::Item<kPositions, kRows>;
 
@@ -130,7 +130,7 @@ struct Loader {
   int group;
   AttentionShare share;
   typename S::Item item;
-  int line, end;            // the next tile, and where this block's part ends
+  int stages, line, end;    // line: the next tile, and where this block's part ends
   int page_shift;           // of the cache's block_size; negative when it is no power of two
   bool whole_pages;         // 16 positions always lie in one block of the cache
   int base = 0, stage = 0;  // of the next tile
@@ -203,7 +203,7 @@ struct Loader {
         }
       }
       line += S::kWarps;
-      stage = stage + 1 == S::kStages ? 0 : stage + 1;
+      stage = stage + 1 == stages ? 0 : stage + 1;
     }
     copy_async_commit();
     look_up(lane);
@@ -325,6 +325,29 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
     }
   }
   const bool edge = base < rows.whole_first || base + S::kPositions - 1 > rows.whole_last;
+  if (!score.direct) {
+#pragma unroll
+    for (int n = 0; n < S::kRowBlocks; ++n) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) s[n][h][c] = score(s[n][h][c]);
+      }
+    }
+  }
+  if (edge) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int position = base + 8 * h + lane / 4;
+#pragma unroll
+      for (int n = 0; n < S::kRowBlocks; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (position < rows.first[n][c] || position > rows.last[n][c]) s[n][h][c] = -INFINITY;
+        }
+      }
+    }
+  }
   float highest[S::kRowBlocks][2];
   bool higher = false;
 #pragma unroll
@@ -333,14 +356,7 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
     for (int c = 0; c < 2; ++c) {
       highest[n][c] = acc.maximum[n][c];
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) {
-        if (!score.direct) s[n][h][c] = score(s[n][h][c]);
-        if (edge) {
-          const int position = base + 8 * h + lane / 4;
-          if (position < rows.first[n][c] || position > rows.last[n][c]) s[n][h][c] = -INFINITY;
-        }
-        highest[n][c] = fmaxf(highest[n][c], s[n][h][c]);
-      }
+      for (int h = 0; h < kHalves; ++h) highest[n][c] = fmaxf(highest[n][c], s[n][h][c]);
     }
   }
 #pragma unroll
@@ -429,15 +445,28 @@ __device__ __forceinline__ void attend_tile(Accumulator<S>& acc, const QueryRows
   }
 }
 
+// The oldest of as many groups of copies as there are stages is there.
+constexpr int kMaxStages = 3;
+__device__ __forceinline__ void wait_for_tile(int stages) {
+  if (stages == 3) {
+    copy_async_wait<2>();
+  } else if (stages == 2) {
+    copy_async_wait<1>();
+  } else {
+    copy_async_wait<0>();
+  }
+}
+
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    decode_kernel(const __grid_constant__ AttentionArgs a, const AttentionShare share) {
+    decode_kernel(const __grid_constant__ AttentionArgs a, const AttentionShare share, const int stages) {
   using T = typename S::T;
   const int lane = threadIdx.x % kWarp, warp = shuffle(int(threadIdx.x / kWarp), 0);  // the same in all lanes
   const int group = int(a.num_heads / a.num_kv_heads), head_size = S::head_size(a);
-  T* const ring = dynamic_shared<T>() + warp * (S::kStages * 2 * S::kTile);
-  float* const exchange = reinterpret_cast<float*>(dynamic_shared<T>() + S::kRing);
-  __shared__ float maxima[S::kWarps][S::kRows], weights[S::kWarps][S::kRows];
+  // What the warps exchange, then each one's stages of tiles.
+  float* const exchange = dynamic_shared<float>();
+  T* const ring = reinterpret_cast<T*>(exchange + S::kExchangeBytes / 4) + warp * stages * (2 * S::kTile);
+  __shared__ float maxima[S::kWarps][kExchangeRows], weights[S::kWarps][kExchangeRows];
   Cut* const cuts = reinterpret_cast<Cut*>(a.workspace);
   float* const slots = a.workspace + gridDim.x * (sizeof(Cut) / 4);
 
@@ -468,6 +497,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         .group = group,
         .share = share,
         .item = item,
+        .stages = stages,
         .line = first + warp,
         .end = last,
         .page_shift = (a.block_size & (a.block_size - 1)) == 0 ? __ffs(int(a.block_size)) - 1 : -1,
@@ -482,78 +512,87 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     for (;;) {
       __syncwarp();  // the last tile has been used by all lanes
 #pragma unroll 1
-      for (; ahead < S::kStages; ++ahead) loader.next(lane);
+      for (; ahead < stages; ++ahead) loader.next(lane);
       if (!opened) {
         rows.load(a, item, group, lane);
         acc.clear();
         opened = true;
       }
       if (line < min(item.end, last)) {
-        copy_async_wait<S::kStages - 1>();
+        wait_for_tile(stages);
         __syncwarp();
         const int base = (item.first_tile + line - item.start) * S::kPositions;
         attend_tile<S>(acc, rows, score, ring + stage * 2 * S::kTile, base, item.sequence.num_queries > 1,
                        lane);
         line += S::kWarps;
-        stage = stage + 1 == S::kStages ? 0 : stage + 1;
+        stage = stage + 1 == stages ? 0 : stage + 1;
         --ahead;
         continue;
       }
 
-      // Put the warps' sums together, eight rows at a time.
+      // Put the warps' sums together, four rows at a time.
       const int rows_here = min(item.sequence.num_queries * group - item.row_tile * S::kRows, S::kRows);
       const bool begins = item.start >= first, ends = item.end <= last;
       float* const slot = slots + (2 * blockIdx.x + (begins ? 1 : 0)) * slot_floats(head_size);
 #pragma unroll
       for (int n = 0; n < S::kRowBlocks; ++n) {
-        if (8 * n >= rows_here) break;
-        __syncthreads();
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          float weight = acc.weight[n][c];
 #pragma unroll
-          for (int mask = 4; mask < kWarp; mask *= 2) weight += shuffle_xor(weight, mask);
-          const int row = 2 * (lane % 4) + c;
-          if (lane < 4) {
-            maxima[warp][row] = acc.maximum[n][c] * score.unit;
-            weights[warp][row] = weight;
-          }
-          float* const to = exchange + (warp * 8 + row) * S::kSumStride + lane / 4;
-          if (8 * n + row < rows_here) {
+          for (int mask = 4; mask < kWarp; mask *= 2) acc.weight[n][c] += shuffle_xor(acc.weight[n][c], mask);
+        }
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+          const int first_row = 8 * n + kExchangeRows * half;
+          if (first_row >= rows_here) break;
+          __syncthreads();
+          if (lane % 4 / 2 == half) {
 #pragma unroll
-            for (int e = 0; e < S::D / 16; ++e) {
-              to[16 * e] = acc.sums[e][n][c];
-              to[16 * e + 8] = acc.sums[e][n][2 + c];
+            for (int c = 0; c < 2; ++c) {
+              const int row = lane % 2 * 2 + c;
+              if (lane < 4) {
+                maxima[warp][row] = acc.maximum[n][c] * score.unit;
+                weights[warp][row] = acc.weight[n][c];
+              }
+              float* const to = exchange + (warp * kExchangeRows + row) * S::kSumStride + lane / 4;
+#pragma unroll
+              for (int e = 0; e < S::D / 16; ++e) {
+                to[16 * e] = acc.sums[e][n][c];
+                to[16 * e + 8] = acc.sums[e][n][2 + c];
+              }
             }
           }
-        }
-        __syncthreads();
-        constexpr int kQuads = S::D / 4;
-        for (int i = threadIdx.x; i < min(rows_here - 8 * n, 8) * kQuads; i += S::kThreads) {
-          const int row = i / kQuads, d = i % kQuads * 4;
-          if (d >= head_size) continue;
-          float highest = -INFINITY;
-          for (int w = 0; w < S::kWarps; ++w) highest = fmaxf(highest, maxima[w][row]);
-          const float origin = highest == -INFINITY ? 0 : highest;
-          float weight = 0, sum[4] = {};
-          for (int w = 0; w < S::kWarps; ++w) {
-            const float factor = exp2_fast(maxima[w][row] - origin);
-            const auto part = load_vector<float>(exchange + (w * 8 + row) * S::kSumStride + d);
-            weight += weights[w][row] * factor;
-            for (int j = 0; j < 4; ++j) sum[j] += part[j] * factor;
-          }
-          const int tile_row = 8 * n + row;
-          if (begins && ends) {
-            const int full_row = item.row_tile * S::kRows + tile_row;
-            T* const out = static_cast<T*>(a.out) +
-                           (item.sequence.first_row + full_row / group) * a.out_token_stride +
-                           (item.kv_head * group + full_row % group) * a.out_head_stride + d;
-            store4(out, sum, weight);
-          } else {
-            store_vector(slot + tile_row * head_size + d, Vector<float, 4>{sum[0], sum[1], sum[2], sum[3]});
-            if (d == 0) {
-              slot[kDecodeRows * head_size + 2 * tile_row] = highest;
-              slot[kDecodeRows * head_size + 2 * tile_row + 1] = weight;
+          __syncthreads();
+          constexpr int kPairs = S::D / 2;
+          for (int i = threadIdx.x; i < min(rows_here - first_row, kExchangeRows) * kPairs;
+               i += S::kThreads) {
+            const int row = i / kPairs, d = i % kPairs * 2;
+            if (d >= head_size) continue;
+            float highest = -INFINITY;
+            for (int w = 0; w < S::kWarps; ++w) highest = fmaxf(highest, maxima[w][row]);
+            const float origin = highest == -INFINITY ? 0 : highest;
+            float weight = 0, low = 0, high = 0;
+            for (int w = 0; w < S::kWarps; ++w) {
+              const float factor = exp2_fast(maxima[w][row] - origin);
+              const auto part =
+                  load_vector<float, 2>(exchange + (w * kExchangeRows + row) * S::kSumStride + d);
+              weight += weights[w][row] * factor;
+              low += part[0] * factor;
+              high += part[1] * factor;
+            }
+            const int tile_row = first_row + row;
+            if (begins && ends) {
+              const int full_row = item.row_tile * S::kRows + tile_row;
+              T* const out = static_cast<T*>(a.out) +
+                             (item.sequence.first_row + full_row / group) * a.out_token_stride +
+                             (item.kv_head * group + full_row % group) * a.out_head_stride + d;
+              store2(out, low, high, weight);
+            } else {
+              store_vector(slot + tile_row * head_size + d, Vector<float, 2>{low, high});
+              if (d == 0) {
+                slot[kDecodeRows * head_size + 2 * tile_row] = highest;
+                slot[kDecodeRows * head_size + 2 * tile_row + 1] = weight;
+              }
             }
           }
         }
@@ -622,18 +661,24 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const __grid_const
       const int full_row = first_row + row;
       T* const out = static_cast<T*>(a.out) + (sequence.first_row + full_row / group) * a.out_token_stride +
                      (cut.kv_head * group + full_row % group) * a.out_head_stride + d;
-      store4(out, sums, weight);
+      store2(out, sums[0], sums[1], weight);
+      store2(out + 2, sums[2], sums[3], weight);
     }
   }
 }
 
 template <class S>
 int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
+  const DeviceProperties& device = device_properties();
   const int64_t each = sizeof(Cut) / 4 + 2 * slot_floats(int(a.head_size));
   const int64_t blocks =
-      std::max<int64_t>(1, std::min<int64_t>(device_properties().multiprocessors, a.workspace_size / each));
-  if (const int error = allow_shared_memory(decode_kernel<S>, S::kSharedBytes)) return error;
-  decode_kernel<S><<<unsigned(blocks), S::kThreads, S::kSharedBytes, stream>>>(a, share);
+      std::max<int64_t>(1, std::min<int64_t>(device.multiprocessors, a.workspace_size / each));
+  constexpr int kStaticBytes = 2048;
+  const int room = device.shared_memory_per_block - kStaticBytes - S::kExchangeBytes;
+  const int stages = std::max(1, std::min(kMaxStages, room / S::kStageBytes));
+  const int shared = S::kExchangeBytes + stages * S::kStageBytes;
+  if (const int error = allow_shared_memory(decode_kernel<S>, shared)) return error;
+  decode_kernel<S><<<unsigned(blocks), S::kThreads, shared, stream>>>(a, share, stages);
   if (const int error = launch_result()) return error;
   if (blocks == 1) return 0;
   return launch_dependent(merge_kernel<typename S::T, S::kRows>, unsigned(blocks), kMergeThreads, stream, a);
@@ -643,11 +688,15 @@ template <class T>
 int start_head(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   // Two blocks of rows for large groups, and where sequences may have several queries.
   const bool wide = a.num_heads / a.num_kv_heads > 8 || a.num_tokens > a.num_seqs;
-  if (a.head_size <= 64) return start<DecodeShape<T, 64, false, 2, 2, 8, 3>>(a, share, stream);
-  if (a.head_size > 128) return start<DecodeShape<T, 256, false, 1, 1, 4, 3>>(a, share, stream);
-  if (a.head_size < 128) return start<DecodeShape<T, 128, false, 2, 2, 4, 3>>(a, share, stream);
-  if (wide) return start<DecodeShape<T, 128, true, 2, 2, 4, 3>>(a, share, stream);
-  return start<DecodeShape<T, 128, true, 1, 2, 4, 3>>(a, share, stream);
+  if (a.head_size > 128) return start<DecodeShape<T, 256, false, 1, 1, 6>>(a, share, stream);
+  if (a.head_size > 64 && a.head_size < 128)
+    return start<DecodeShape<T, 128, false, 1, 1, 12>>(a, share, stream);
+  if (a.head_size == 128) {
+    return wide ? start<DecodeShape<T, 128, true, 2, 1, 8>>(a, share, stream)
+                : start<DecodeShape<T, 128, true, 1, 1, 12>>(a, share, stream);
+  }
+  return wide ? start<DecodeShape<T, 64, false, 2, 1, 12>>(a, share, stream)
+              : start<DecodeShape<T, 64, false, 1, 1, 12>>(a, share, stream);
 }
 
 }  // namespace

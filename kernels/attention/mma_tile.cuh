@@ -87,7 +87,7 @@ struct Scores {
   }
   __device__ float operator()(float product) const {
     // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-    return cap > 0 ? cap - 2 * cap / (exp2_fast(product * factor) + 1) : product * factor;
+    return cap > 0 ? cap - divide(2 * cap, exp2_fast(product * factor) + 1) : product * factor;
   }
 };
 
