@@ -308,40 +308,53 @@ bool reader_is_unordered(const Record& r, Space space) {
   return is_unordered(r.read_time, r.reader & kThreadBits, r.read_sync, space);
 }
 
+// Whether something that happened at a time can matter: between the same two barriers, or in another block.
+inline bool may_be_unordered(uint32_t time) {
+  return time >= run_begin && (time == now || time < block_begin);
+}
+
+void check_write(const Record& r, const Check& check, bool written) {
+  if (written && r.writer & kPending && r.write_time >= block_begin && check.access != Access::atomic) {
+    check.fail("cp.async not waited for",
+               ", which a copy of " + thread_text(r.writer & kThreadBits) +
+                   " has still to fill; that thread must wait for its group first");
+  }
+  const bool both_atomic = check.access == Access::atomic && r.writer & kAtomic;
+  if (!both_atomic && is_unordered(r.write_time, r.writer & kThreadBits, r.write_sync, check.space)) {
+    fail_race(check, r.write_time, r.writer, r.writer & kAtomic ? "changed atomically" : "wrote", false);
+  }
+}
+
+void note_read(Record& r, int me, uint16_t sync, Space space) {
+  if (r.read_time == now && r.reader != me && reader_is_unordered(r, space)) {
+    const int warp = r.reader == kSeveral ? -1 : r.reader & kWarp ? r.reader & kThreadBits : r.reader / 32;
+    r.reader = warp == me / 32 ? uint16_t(kWarp | warp) : kSeveral;
+  } else {
+    r.reader = uint16_t(me);
+  }
+  r.read_time = now;
+  r.read_sync = sync;
+}
+
 void check_records(Record* records, const Check& check) {
   const int me = running.current;
   const uint16_t sync = warps[me / 32].count;
+  const bool global = check.space == Space::global;
   for (size_t i = 0; i < check.bytes; ++i) {
     Record& r = records[i];
-    const bool written = check.space == Space::global || r.write_time >= block_begin;
-    if (written && r.writer & kPending && r.write_time >= block_begin && check.access != Access::atomic) {
-      check.fail("cp.async not waited for",
-                 ", which a copy of " + thread_text(r.writer & kThreadBits) +
-                     " has still to fill; that thread must wait for its group first");
-    }
-    const bool both_atomic = check.access == Access::atomic && r.writer & kAtomic;
-    if (!both_atomic && is_unordered(r.write_time, r.writer & kThreadBits, r.write_sync, check.space)) {
-      fail_race(check, r.write_time, r.writer, r.writer & kAtomic ? "changed atomically" : "wrote", false);
-    }
+    const bool written = global || r.write_time >= block_begin;
+    if (r.writer & kPending || may_be_unordered(r.write_time)) check_write(r, check, written);
+    if (check.access != Access::write && !written) check.note_uninitialised();
     if (check.access == Access::read) {
-      if (!written) check.note_uninitialised();
-      if (r.read_time != now || !reader_is_unordered(r, check.space)) {
-        r.reader = uint16_t(me);
-      } else if (r.reader != me) {
-        const int warp = r.reader == kSeveral ? -1
-                         : r.reader & kWarp   ? r.reader & kThreadBits
-                                              : r.reader / 32;
-        r.reader = warp == me / 32 ? uint16_t(kWarp | warp) : kSeveral;
-      }
-      r.read_time = now;
-      r.read_sync = sync;
-    } else {
-      if (check.access == Access::atomic && !written) check.note_uninitialised();
-      if (reader_is_unordered(r, check.space)) fail_race(check, r.read_time, r.reader, "read", true);
-      r.write_time = now;
-      r.writer = uint16_t(me | (check.access == Access::atomic ? kAtomic : 0));
-      r.write_sync = sync;
+      note_read(r, me, sync, check.space);
+      continue;
     }
+    if (may_be_unordered(r.read_time) && reader_is_unordered(r, check.space)) {
+      fail_race(check, r.read_time, r.reader, "read", true);
+    }
+    r.write_time = now;
+    r.writer = uint16_t(me | (check.access == Access::atomic ? kAtomic : 0));
+    r.write_sync = sync;
   }
 }
 

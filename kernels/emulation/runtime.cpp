@@ -213,7 +213,8 @@ Meeting& meeting_for(const WarpCall& call, unsigned base, int lane) {
     if (m->base != base || m->call.width != call.width) continue;
     const bool concerns = m->call.mask >> lane & 1 || m->arrived & call.mask;
     if (!concerns) continue;
-    if (m->call.mask == call.mask && m->call.finish == call.finish && strcmp(m->call.name, call.name) == 0)
+    if (m->call.mask == call.mask && m->call.finish == call.finish &&
+        (m->call.name == call.name || strcmp(m->call.name, call.name) == 0))
       return *m;
     fail_at(nullptr, std::string("divergent warp operation: this thread is in ") + call.name + " with mask " +
                          mask_text(call.mask, call.width) + ", and " + lanes_text(base, m->arrived) + " in " +
