@@ -334,7 +334,7 @@ int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
 template <class T>
 int start_head(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   if (a.head_size <= 64) return start<PrefillShape<T, 64, 2, 64>>(a, share, stream);
-  if (a.head_size <= 128) return start<PrefillShape<T, 128, 2, 64>>(a, share, stream);
+  if (a.head_size <= 128) return start<PrefillShape<T, 128, 2, 48>>(a, share, stream);
   return start<PrefillShape<T, 256, 1, 32>>(a, share, stream);
 }
 
