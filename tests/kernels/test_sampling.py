@@ -81,15 +81,16 @@ def possible(row: Tensor, u: float, options: dict[str, float]) -> set[int]:
     return found
 
 
-def check(logits: Tensor, seeds: list[int], options: dict[str, float], exact: float = 0.9) -> None:
-    """Every row's token is where its draw lies; ``exact`` is the least part of the rows that has no choice."""
+def check(logits: Tensor, seeds: list[int], options: dict[str, float]) -> None:
+    """Every row's token is where its draw lies; in one of ten rows, rounding may have decided between two."""
     got = draw(logits, seeds, **options).tolist()
-    ambiguous = 0
+    shifted = 0
     for row, seed, token in zip(logits.double().cpu(), seeds, got, strict=True):
-        allowed = possible(row, uniform(seed, 0), options)
-        assert token in allowed, (options, seed, token, allowed)
-        ambiguous += len(allowed) > 1
-    assert ambiguous <= (1 - exact) * len(got)
+        u = uniform(seed, 0)
+        if token != inverse(row, u, **options):
+            shifted += 1
+            assert token in possible(row, u, options), (options, seed, token)
+    assert shifted <= max(1, len(got) // 10)
 
 
 def seeds_for(count: int, stream: int = 0) -> list[int]:
@@ -118,15 +119,15 @@ OPTIONS: list[dict[str, float]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 2, 131, 4097, 9001])
 def test_draws_invert_the_distribution(vocab: int, options: dict[str, float]) -> None:
-    rows = 40 if ON_GPU else 3
-    check(randn(rows, vocab, seed=vocab) * 3, seeds_for(rows, vocab), options, exact=0.6)
+    rows = 30 if ON_GPU else 3
+    check(randn(rows, vocab, seed=vocab) * 3, seeds_for(rows, vocab), options)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a vocabulary too large for the emulation")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("vocab", "spread"), [(128_256, 5.0), (151_936, 1.0), (262_144, 2.5)])
 def test_real_vocabularies(vocab: int, spread: float, options: dict[str, float]) -> None:
-    check(randn(4, vocab, seed=vocab) * spread, seeds_for(4, vocab), options, exact=0.0)
+    check(randn(4, vocab, seed=vocab) * spread, seeds_for(4, vocab), options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -138,7 +139,7 @@ def test_half_precision_logits_with_many_ties(
     dtype: torch.dtype, options: dict[str, float], vocab: int
 ) -> None:
     rows = 20 if ON_GPU else 3
-    check((randn(rows, vocab, seed=3) * 2).to(dtype), seeds_for(rows), options, exact=0.6)
+    check((randn(rows, vocab, seed=3) * 2).to(dtype), seeds_for(rows), options)
 
 
 FLAT = {
@@ -163,7 +164,7 @@ FLAT = {
 )
 def test_more_tokens_of_one_size_than_can_be_sorted(shape: str, options: dict[str, float]) -> None:
     rows = 24 if ON_GPU else 2
-    check(FLAT[shape](rows, 9500), seeds_for(rows, 7), options, exact=0.6)
+    check(FLAT[shape](rows, 9500), seeds_for(rows, 7), options)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 1e30}, {"temperature": 1e30, "top_p": 0.5}], ids=str)
@@ -175,7 +176,7 @@ def test_masked_tokens_stay_masked_at_any_temperature(options: dict[str, float])
 
 
 def test_chi_square() -> None:
-    rows = 20_000 if ON_GPU else 200
+    rows = 20_000 if ON_GPU else 100
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, 0.0, -1.0, -2.0], device=DEVICE)
     for options in ({}, {"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}):
         weights = ops.reference.sample_distribution(
