@@ -111,7 +111,7 @@ def open_pelton(folder: Path, settings: Settings) -> Generate:
         dtype=settings["dtype"],
         max_model_len=settings["context"],
         max_num_seqs=max(settings["batch"]),
-        max_num_batched_tokens=8192 if on_gpu else 2048,
+        max_num_batched_tokens=16384 if on_gpu else 2048,
         gpu_memory_utilization=0.45,  # the peers are loaded, too
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
@@ -153,6 +153,8 @@ def decode_step_times(llm: Any, asked: list[dict[str, list[int]]]) -> dict[str, 
     events.sort(key=lambda event: event.time_range.start)
     marks = [event.time_range.start for event in events if "embedding" in event.name]  # one a step
     steps = len(marks) - 1
+    if steps < 1:
+        raise SystemExit("the profiler told of no kernels: is another one running, or CUPTI missing?")
     kernels = [
         event
         for event in events
@@ -431,6 +433,12 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
+def write_report(file: Path | None, report: dict[str, Any]) -> None:
+    """Write what is known so far: a run that is cut leaves its first rows."""
+    if file:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     """Command line; see the module's text."""
     parser = argparse.ArgumentParser(description="engine throughput beside its peers")
@@ -469,7 +477,7 @@ def main() -> None:
     from rich.table import Table
 
     console = Console()
-    report: dict[str, Any] = {"environment": environment(arguments.device), "results": []}
+    report: dict[str, Any] = {"environment": environment(arguments.device), "results": [], "decode_steps": []}
     missing = [n for n in engines if report["environment"]["versions"][n] == "missing"]
     if missing:
         console.print(f"not installed, not measured: {', '.join(missing)}")
@@ -515,18 +523,17 @@ def main() -> None:
                 )
             console.print(table)
             report["results"].extend(rows)
-            if on_gpu and own:
-                pelton = next(peer for peer in peers if peer.name == "pelton")
-                times = pelton.ask([[7] * arguments.prompt] * batch, 0)
-                own["decode_step"] = {name: times[name] for name in ("step", "busy", "replay")}
-                parts = ", ".join(
-                    f"{name} {times[name] * 1e3:.3f} ms" for name in ("step", "replay", "kernels")
-                )
-                console.print(f"decode step of batch {batch}: {parts}")
+            write_report(arguments.json, report)
+        for peer in peers if on_gpu else []:
+            for batch in arguments.batch if peer.name == "pelton" else []:
+                times = peer.ask([[7] * arguments.prompt] * batch, 0)
+                parts = {name: times[name] for name in ("step", "busy", "replay")}
+                report["decode_steps"].append({"dtype": dtype, "batch": batch, **parts})
+                text = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in parts.items())
+                console.print(f"decode step of batch {batch}: {text}")
         for peer in peers:
             peer.close()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.json, report)
 
 
 if __name__ == "__main__":
