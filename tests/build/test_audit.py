@@ -94,12 +94,12 @@ def cuda_library(source: str) -> WheelParts:
     return cuda().but(files={LIBRARY_NAME: shared_object(source)})
 
 
-def spilling(local: int, allowed: int, *archs: str) -> WheelParts:
+def spilling(local: int, allowed: int, *archs: str, kernel: str = "scale_kernel") -> WheelParts:
     """A CUDA wheel with a kernel that uses so much local memory, and a plan that allows it so much."""
     parts = cuda(CUDA_COMMON, cuda_images("norm/gpu.cu", K(local=local, loads=local // 4)))
     allowance = {
         "family": "norm",
-        "kernel": "scale_kernel",
+        "kernel": kernel,
         "archs": archs,
         "bytes": allowed,
         "reason": "a test",
@@ -239,9 +239,8 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "a kernel that spills more than it may": (
         lambda: spilling(64, 32), "local", LIBRARY_NAME, "64 bytes"),
     "a kernel that may spill on another arch": (lambda: spilling(32, 32, "sm_80"), "local", LIBRARY_NAME, "32 bytes"),
-    "an allowance for an arch that is not there": (
-        lambda: spilling(32, 32, "sm_80"), "local", "_build_info.json", "scale_kernel of family norm on sm_80, which uses none"),
-    "an allowance that nothing needs": (lambda: spilling(0, 32), "local", "_build_info.json", "uses none"),
+    "an allowance for a kernel that is not there": (
+        lambda: spilling(0, 32, kernel="scael_kernel"), "local", "_build_info.json", "scael_kernel of family norm, which is not there"),
     "cuobjdump finds other images": (lambda: cuda(CUDA_COMMON, cuda_images()[:1]), "cuobjdump", LIBRARY_NAME, "1 cubin sm_90a"),
     "OpenMP": (lambda: with_needed("libgomp.so.1"), "needed", LIBRARY_NAME, "libgomp.so.1"),
     "libstdc++": (lambda: with_needed("libstdc++.so.6"), "needed", LIBRARY_NAME, "libstdc++.so.6"),
@@ -370,6 +369,7 @@ def test_good_cuda_wheel_passes(tmp_path: Path, cuobjdump: None) -> None:
 def test_local_memory_that_the_plan_allows(tmp_path: Path) -> None:
     for archs in ((), ("sm_90a",), ("sm_80", "sm_90a")):
         assert audit_wheel(make_wheel(tmp_path, spilling(32, 32, *archs)), only={"local"}).findings == ()
+    assert audit_wheel(make_wheel(tmp_path, spilling(0, 32)), only={"local"}).findings == ()
 
 
 def test_no_dumper_is_reported_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
