@@ -109,6 +109,9 @@ void report_uninitialised();
 // One access of the running thread.
 void check_access(const void* address, size_t bytes, Access access, const void* place);
 
+// Where in a kernel the access is that the checks themselves read memory for; null at other times.
+extern const void* reading_for;
+
 // The text for an address that cannot be accessed.
 std::string fault_text(const void* address);
 

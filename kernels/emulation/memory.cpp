@@ -21,6 +21,9 @@
 #define PELTON_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace pelton::emulation {
+
+const void* reading_for = nullptr;
+
 namespace {
 
 // Fills the library's thread-local memory even when no kernel has static shared memory.
@@ -387,9 +390,9 @@ void check_global(const Check& check) {
     part.address = address;
     part.bytes = std::min(left, kPage - address % kPage);
     if (keeping && check.access != Access::read) {
-      // The address may be wrong: touch it before anything is recorded of it, so that the fault names the
-      // kernel.
+      reading_for = check.place;  // the address may be wrong: the fault is the kernel's then
       for (uintptr_t a = address / 64 * 64; a < address + part.bytes; a += 64) keep_line(page, a);
+      reading_for = nullptr;
     }
     check_records(page.records + address % kPage, part);
     address += part.bytes;
@@ -454,10 +457,7 @@ void begin_launch(size_t bytes, bool keep) {
 }
 
 void end_launch() {
-  if (pages.size() > kMostPages && !keeping) {
-    pages.clear();
-    std::fill(std::begin(cache), std::end(cache), std::remove_reference_t<decltype(cache[0])>{});
-  }
+  if (!keeping) forget_results();
 }
 
 void begin_block() {
@@ -536,6 +536,9 @@ std::string compare_results() {
 void forget_results() {
   first_run = true;
   kept_pages.clear();
+  if (pages.size() <= kMostPages) return;
+  pages.clear();
+  std::fill(std::begin(cache), std::end(cache), std::remove_reference_t<decltype(cache[0])>{});
 }
 
 // --- asynchronous copies ---

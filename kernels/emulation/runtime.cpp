@@ -289,7 +289,9 @@ struct {
 
 // Where a thread goes on after a fault, on its own stack, which nobody needs any more.
 [[noreturn]] void after_fault() {
-  const auto place = static_cast<const char*>(fault.place) + 1;  // like an address to return to
+  // Like an address to return to.
+  const void* place = reading_for != nullptr ? reading_for : static_cast<const char*>(fault.place) + 1;
+  reading_for = nullptr;
   switch (fault.signal) {
     case SIGFPE:
       fail_at(place, "integer division by zero");

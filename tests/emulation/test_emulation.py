@@ -125,9 +125,11 @@ def test_a_block_must_not_wait_for_a_later_one(cases: Cases) -> None:
         ("writes_before", False, ("out of bounds", "4 bytes before the start of 'out' (256 bytes)")),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("orders", ["forward", "forward,reverse"])
 def test_accesses_outside_of_a_buffer_are_named(
-    cases: Cases, name: str, at_end: bool, says: tuple[str, ...]
+    cases: Cases, name: str, at_end: bool, says: tuple[str, ...], orders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PELTON_EMULATION_ORDERS", orders)
     with pytest.raises(RuntimeError) as caught:
         cases.run(name, values(), at_end=at_end)
     for part in (*says, "tests/emulation/cases.cu:"):
