@@ -470,6 +470,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   Cut* const cuts = reinterpret_cast<Cut*>(a.workspace);
   float* const slots = a.workspace + gridDim.x * (sizeof(Cut) / 4);
 
+  // The block tables come while the lengths are read. All blocks of the grid share this, up to a size that is
+  // worth it.
+  constexpr int kLine = 128 / int(sizeof(int32_t)), kMostLines = 4096;
+  const int64_t entries = (a.num_seqs - 1) * a.block_table_stride + a.max_blocks;
+  const int table_line = int(blockIdx.x) * S::kThreads + int(threadIdx.x);
+  if (table_line < kMostLines && int64_t(table_line) * kLine < entries) {
+    prefetch_l2(a.block_tables + int64_t(table_line) * kLine);
+  }
+
   typename S::Item item;
   const auto count = [&](int s) { return item.open(a, group, share, s); };
   SequenceScan<S::kThreads> scan(int(a.num_seqs), count);

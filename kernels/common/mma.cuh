@@ -120,6 +120,13 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, b
   copy_async16(shared_address(shared), global, valid);
 }
 
+// Starts to bring 128 bytes of global memory into the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+#ifdef PELTON_CUDA
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+#endif
+}
+
 // Closes the group of this thread's copies since the last one.
 __device__ __forceinline__ void copy_async_commit() {
 #ifdef PELTON_EMULATION
