@@ -57,7 +57,8 @@ def choose_device(wish: str, backend: str, profile: str, count_gpus: Callable[[]
         )
         raise InvalidValueError(
             f"device={wish!r}: {build} has {has} kernels only. Leave device='auto', or install a wheel of profile "
-            f"{other}: pip install --force-reinstall --no-deps --index-url INDEX/p/PROFILE/simple/ pelton"
+            f"{other}: pip install --force-reinstall --no-deps --index-url INDEX/p/PROFILE/simple/ pelton   "
+            "(INDEX: the address that pelton was installed from)"
         )
     if not has_gpu_kernels:
         return "cpu"
