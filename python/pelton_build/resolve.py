@@ -33,9 +33,9 @@ JOB_MEMORY: Mapping[Role, Size] = {
     "op": Size.parse("384 MiB"),
     "cpu": Size.parse("512 MiB"),
     "host": Size.parse("512 MiB"),
-    "gpu": Size.parse("2 GiB"),
+    "gpu": Size.parse("1 GiB"),
 }
-"""Memory that one compiler process of a role may take: about twice what gcc 12 and nvcc 13 were seen to
+"""Memory that one compiler process of a role may take: twice to three times what gcc 12 and nvcc 13 were seen to
 take."""
 
 _CUDA_PACKAGES = "cuda-toolkit[nvcc,cudart,cccl]=={0}", "nvidia-nvvm=={1}.*", "nvidia-cuda-crt=={1}.*"

@@ -454,7 +454,7 @@ def test_another_machine() -> None:
         (CPU, 64, 4 << 30, 8, 8),
         (CPU, 2, 64 << 30, 2, 2),
         (CPU, 8, 1 << 20, 1, 1),
-        (CUDA, 8, 8 << 30, 8, 4),
+        (CUDA, 8, 4 << 30, 8, 4),
         (CUDA, 8, 3 << 29, 3, 1),
     ],
 )
@@ -468,7 +468,7 @@ def test_max_jobs_wins_and_the_arithmetic_stays() -> None:
     plan = plan_for(CUDA, Choices(jobs=Setting("jobs", "32", "MAX_JOBS")))
     assert (plan.jobs.count, plan.jobs.gpu_count) == (32, 32)
     assert plan.jobs.arithmetic.startswith("32 (MAX_JOBS); calculated: min(8 cores")
-    assert plan.jobs.arithmetic.endswith("32 jobs may need 64.0 GiB")
+    assert plan.jobs.arithmetic.endswith("32 jobs may need 32.0 GiB")
     assert {s.name: s for s in plan.settings}["jobs"].origin == "MAX_JOBS"
 
 
