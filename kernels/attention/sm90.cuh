@@ -5,12 +5,16 @@
 // (and its own next product). Source: Shah et al., "FlashAttention-3", 2024; Dao, "FlashAttention-2", 2023;
 // Kwon et al., "PagedAttention", 2023.
 #pragma once
+#include <climits>
+
 #include "../common/hopper.cuh"
 #include "batch.cuh"
 
 namespace pelton::gpu::sm90 {
 
-// Tile sizes and depth of the pipeline. kTurns: consumers take turns at issuing products.
+// Tile sizes and depth of the pipeline. kTurns: consumers take turns at issuing products, which pays where
+// the softmax is as long as the products; else the queries stay in registers, which saves shared memory's
+// bandwidth.
 template <int HeadSize, int Warpgroups, int Keys, int Stages, bool Turns>
 struct Config {
   static constexpr int kHeadSize = HeadSize, kWarpgroups = Warpgroups, kKeys = Keys, kStages = Stages;
@@ -32,7 +36,9 @@ struct Item {
 struct Launch {
   CUtensorMap query, keys, values;
   AttentionArgs args;
+  int group;              // heads that share a kv head
   int pack, tile_tokens;  // heads in a tile, tokens in a tile
+  unsigned tile_inverse;  // 2^32 / tile_tokens, rounded up
   int box_keys;           // keys that one copy brings: what divides a block and a tile
   int head_units;         // kv heads x tiles of heads that share one
   bool only_prefill;      // AttentionShare::prefill
@@ -70,37 +76,59 @@ struct Slot {
 // sequence.
 template <class C>
 struct Order {
+  // A sequence's queries, positions and tiles.
+  struct Work {
+    int num_queries = 0, length = 0, tiles = 0;
+  };
+
   const Launch& launch;
   int lane;
+  Work first;  // of this lane's first sequence, which is mostly its only one
 
-  struct Lengths {
-    int num_queries, length;
-  };
-  __device__ __forceinline__ Lengths lengths(int index) const {
-    if (index >= launch.args.num_seqs) return {0, 0};
+  __device__ __forceinline__ Order(const Launch& l, int in_warp) : launch(l), lane(in_warp) {
+    first = load(lane);
+  }
+
+  __device__ __forceinline__ int tiles_of(int tokens) const {  // rounded down
+    return launch.tile_tokens == 1 ? tokens : int(__umulhi(unsigned(tokens), launch.tile_inverse));
+  }
+  __device__ __forceinline__ Work load(int index) const {
+    if (index >= launch.args.num_seqs) return {};
     const Sequence s = sequence_of(launch.args, index);
-    const int group = int(launch.args.num_heads / launch.args.num_kv_heads);
-    if (launch.only_prefill && attention_decodes(s.num_queries, group)) return {0, 0};
-    return {s.num_queries, s.length};
+    if (launch.only_prefill && attention_decodes(s.num_queries, launch.group)) return {};
+    return {s.num_queries, s.length, tiles_of(s.num_queries + launch.tile_tokens - 1)};
+  }
+  __device__ __forceinline__ Work work(int index) const { return index == lane ? first : load(index); }
+
+  __device__ __forceinline__ int top() const {
+    int longest = 0;
+    for (int s = lane; s < launch.args.num_seqs; s += kWarp) longest = max(longest, work(s).length);
+    return ceil_div(__reduce_max_sync(kAllLanes, longest), C::kKeys);
   }
   // The tiles of a sequence whose level is `level` (1 or more) or above; they are its last.
-  __device__ __forceinline__ int tiles(Lengths s, int level) const {
+  __device__ __forceinline__ int tiles(const Work& w, int level) const {
     const int below = (level - 1) * C::kKeys;
-    if (s.num_queries == 0 || s.length <= below) return 0;
-    return ceil_div(s.num_queries, launch.tile_tokens) -
-           max(0, below - (s.length - s.num_queries)) / launch.tile_tokens;
+    return w.length <= below ? 0 : w.tiles - tiles_of(max(0, below - (w.length - w.num_queries)));
   }
   __device__ __forceinline__ int count(int level) const {
-    int sum = 0;
-    for (int s = lane; s < launch.args.num_seqs; s += kWarp) sum += tiles(lengths(s), level);
+    int sum = tiles(first, level);
+    for (int s = lane + kWarp; s < launch.args.num_seqs; s += kWarp) sum += tiles(load(s), level);
     return __reduce_add_sync(kAllLanes, sum);
   }
 
   // The tile of this rank, for all lanes; `high` is a level above it before, and its own + 1 after.
-  __device__ Item find(int64_t rank, int& high) const {
+  __device__ Item find(int rank, int& high) const {
     const AttentionArgs& a = launch.args;
-    const int tile_rank = int(rank / launch.head_units), unit = int(rank % launch.head_units);
-    int low = 0, above = 0;  // count(low) > tile_rank >= count(high); `above` is count(high)
+    const int tile_rank = rank / launch.head_units, unit = rank % launch.head_units;
+    // count(low) > tile_rank >= count(high): down in growing steps, then by halves
+    int low = high, above = -1;
+    for (int step = 1; low > 0; step *= 2) {
+      low = max(0, high - step);
+      const int found = low == 0 ? INT_MAX : count(low);
+      if (found > tile_rank) break;
+      high = low;
+      above = found;
+    }
     while (high - low > 1) {
       const int middle = (low + high) / 2, found = count(middle);
       if (found > tile_rank) {
@@ -112,11 +140,10 @@ struct Order {
     }
     Item item{};
     if (low == 0) return item;  // no such tile
-    if (above == 0) above = count(high);
-    int left = tile_rank - above;
-    for (int first = 0;; first += kWarp) {
-      const Lengths s = lengths(first + lane);
-      const int higher = tiles(s, high), own = tiles(s, low) - higher;
+    int left = tile_rank - (above < 0 ? count(high) : above);
+    for (int from = 0;; from += kWarp) {
+      const Work w = work(from + lane);
+      const int higher = tiles(w, high), own = tiles(w, low) - higher;
       int until = own;
 #pragma unroll
       for (int step = 1; step < kWarp; step *= 2) {
@@ -129,19 +156,19 @@ struct Order {
         continue;
       }
       const int holder = __ffs(int(holders)) - 1;
-      const int tile = ceil_div(s.num_queries, launch.tile_tokens) - 1 - higher - (left - (until - own));
+      const int tile = w.tiles - 1 - higher - (left - (until - own));
       const int token = shuffle(tile, holder) * launch.tile_tokens;
-      const int num_queries = shuffle(s.num_queries, holder);
-      item.sequence = first + holder;
-      item.length = shuffle(s.length, holder);
+      const int num_queries = shuffle(w.num_queries, holder);
+      item.sequence = from + holder;
+      item.length = shuffle(w.length, holder);
       item.tokens = min(launch.tile_tokens, num_queries - token);
       item.first_row = a.query_start_loc[item.sequence] + token;
       item.position = item.length - num_queries + token;
       break;
     }
-    const int group = int(a.num_heads / a.num_kv_heads), parts = group / launch.pack;
+    const int parts = launch.group / launch.pack;
     item.kv_head = unit / parts;
-    item.first_head = item.kv_head * group + unit % parts * launch.pack;
+    item.first_head = item.kv_head * launch.group + unit % parts * launch.pack;
     item.begin = first_visible(a, item.position) / C::kKeys;
     item.end = low;
     return item;
@@ -151,11 +178,11 @@ struct Order {
 template <class C>
 __device__ void choose_items(const Launch& launch, Shared<C>& shared, int lane) {
   const Order<C> order{launch, lane};
-  int high = int(ceil_div<int64_t>(launch.args.max_blocks * launch.args.block_size, C::kKeys)) + 1;
+  int high = order.top() + 1;
   Slot<2> slot;
-  for (int64_t round = 0;; ++round) {
-    const int64_t place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    const Item item = order.find(round * gridDim.x + place, high);
+  for (int round = 0;; ++round) {
+    const int place = int(round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+    const Item item = order.find(round * int(gridDim.x) + place, high);
     shared.item_empty[slot.index].wait(slot.parity ^ 1);
     if (lane == 0) {
       shared.items[slot.index] = item;
@@ -238,8 +265,9 @@ struct Softmax {
   float scale_log2;
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
 
-  // Scores become weights; `keep` is what results so far are worth then.
-  template <int N>
+  // Scores become weights; `keep` is what results so far are worth then. Lazy: the maximum stays until it has
+  // grown by 8, so that `keep` is mostly 1: weights are then up to 2^8, which costs no precision.
+  template <bool Lazy, int N>
   __device__ __forceinline__ void weigh(float (&s)[N], float (&keep)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -248,6 +276,7 @@ struct Softmax {
       for (int i = 2 * r; i < N; i += 4) m = fmaxf(m, fmaxf(s[i], s[i + 1]));
       m = fmaxf(m, shuffle_xor(m, 1));
       m = fmaxf(m, shuffle_xor(m, 2));
+      if (Lazy && (m - maximum[r]) * scale_log2 <= 8) m = maximum[r];
       const float base = m == -INFINITY ? 0 : m * scale_log2;  // a row may have seen no key yet
       keep[r] = exp2_fast(maximum[r] * scale_log2 - base);
       maximum[r] = m;
@@ -311,6 +340,47 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   }
 }
 
+// One row again, by a warp, key after key. A weight of zero does not hide a value that is not finite, so rows
+// that the products left not finite come here: what they do not see must have no part in them.
+template <class T, int kHeadSize>
+__device__ void attend_row(const AttentionArgs& a, const Item& item, int token, int head, int lane) {
+  constexpr int kElements = kHeadSize / kWarp;  // of the head, a lane
+  const T* query = static_cast<const T*>(a.query) + (item.first_row + token) * a.query_token_stride +
+                   head * a.query_head_stride;
+  const int32_t* table = a.block_tables + item.sequence * a.block_table_stride;
+  const int last = item.position + token;
+  float maximum = -INFINITY, weight = 0, sums[kElements] = {};
+  for (int key = first_visible(a, last); key <= last; ++key) {
+    const int64_t block = table[key / a.block_size];
+    const bool known = block >= 0 && block < a.num_blocks;  // else it reads as zeros
+    const int64_t offset =
+        ((block * a.num_kv_heads + item.kv_head) * a.block_size + key % a.block_size) * kHeadSize + lane;
+    float score = 0;
+    if (known) {
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        score += to_float(query[lane + e * kWarp]) *
+                 to_float(static_cast<const T*>(a.key_cache)[offset + e * kWarp]);
+      }
+    }
+    score = warp_sum(score) * a.scale;
+    if (a.soft_cap > 0) score = a.soft_cap * tanhf(score / a.soft_cap);
+    const float new_maximum = fmaxf(maximum, score);
+    const float keep = maximum == new_maximum ? 1 : expf(maximum - new_maximum),
+                p = expf(score - new_maximum);
+    maximum = new_maximum;
+    weight = weight * keep + p;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      const float value = known ? to_float(static_cast<const T*>(a.value_cache)[offset + e * kWarp]) : 0;
+      sums[e] = sums[e] * keep + p * value;
+    }
+  }
+  T* out = static_cast<T*>(a.out) + (item.first_row + token) * a.out_token_stride + head * a.out_head_stride;
+#pragma unroll
+  for (int e = 0; e < kElements; ++e) out[lane + e * kWarp] = from_float<T>(sums[e] / weight);
+}
+
 // ---------------------------------------------------------------- products
 
 // What a consumer warpgroup does with all items.
@@ -323,9 +393,9 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
   const int own_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % C::kWarpgroups;
   const int own_barrier = 1 + C::kWarpgroups + warpgroup;
   const int window = int(min(a.sliding_window, int64_t(1) << 30));
-  const uint64_t query_tile = tile_descriptor(shared.query[0][64 * warpgroup]);
-  const uint64_t key_tiles = tile_descriptor(shared.keys);
-  const uint64_t value_tiles = tile_descriptor(shared.values, kHalfBytes);
+  const uint32_t query_tile = tile_descriptor(shared.query[0][64 * warpgroup]);
+  const uint32_t key_tiles = tile_descriptor(shared.keys);
+  const uint32_t value_tiles = tile_descriptor(shared.values, kHalfBytes);
   // Rows of this thread in the tile: heads of a token are neighbours.
   int row_token[2], row_head[2];
 #pragma unroll
@@ -337,21 +407,26 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
 
   Slot<C::kStages> key_slot, value_slot;
   float s[C::kKeys / 2], o[C::kHeadSize / 2];
-  uint32_t p[C::kKeys / 4];  // the weights as A of the second product
+  uint32_t q[C::kTurns ? 4 : C::kHeadSize / 4], p[C::kKeys / 4];  // queries and weights as A of a product
 
   const auto multiply_keys = [&](int stage) {
 #pragma unroll
     for (int k = 0; k < C::kHeadSize / 16; ++k) {
-      product_shared<T>(s, descriptor_at(query_tile, k / 4 * kQueryHalfBytes + k % 4 * 32),
-                        descriptor_at(key_tiles, stage * kStageBytes + k / 4 * kHalfBytes + k % 4 * 32),
-                        k > 0);
+      const uint32_t keys =
+          descriptor_at(key_tiles + stage * (kStageBytes >> 4), k / 4 * kHalfBytes + k % 4 * 32);
+      if constexpr (C::kTurns) {
+        product_shared<T>(s, descriptor_at(query_tile, k / 4 * kQueryHalfBytes + k % 4 * 32), keys, k > 0);
+      } else {
+        product_registers<T, false>(s, q + 4 * k, keys, k > 0);
+      }
     }
     product_commit();
   };
   const auto multiply_values = [&](int stage) {
 #pragma unroll
     for (int k = 0; k < C::kKeys / 16; ++k) {
-      product_registers<T>(o, p + 4 * k, descriptor_at(value_tiles, stage * kStageBytes + k * 2048));
+      product_registers<T, true>(o, p + 4 * k,
+                                 descriptor_at(value_tiles + stage * (kStageBytes >> 4), k * 2048), true);
     }
     product_commit();
   };
@@ -382,11 +457,25 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
         for (int i = 0; i < C::kKeys / 2; ++i) s[i] = 1 - __fdividef(2, exp2_fast(s[i] * inner) + 1);
       }
       mask<C>(s, tile * C::kKeys, item, position, window, lane);
-      softmax.weigh(s, keep);
+      softmax.weigh<!C::kTurns>(s, keep);
     };
 
     shared.query_full.wait(query_slot.parity);
     query_slot.next();
+    if constexpr (!C::kTurns) {
+      const auto& rows = shared.query[0][64 * warpgroup + thread / kWarp * 16 + lane % 16];
+#pragma unroll
+      for (int k = 0; k < C::kHeadSize / 16; ++k) {  // 16 bytes of a row lie where its number, modulo 8, says
+        const int part = (k % 4 * 2 + lane / 16) ^ lane % 8;
+        uint32_t a[4];
+        load_matrix_x4<false>(a, &rows[part * 8] + k / 4 * (kQueryHalfBytes / 2));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[4 * k + i] = a[i];
+      }
+      __syncwarp();
+      release(shared.query_empty);
+      pin(q);
+    }
     shared.keys_full[key_slot.index].wait(key_slot.parity);
     product_fence();
     multiply_keys(key_slot.index);
@@ -412,8 +501,9 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
       named_sync(own_barrier, kWarpgroup);
     }
 
-    wait_for_keys(item.end - 1 > item.begin);
+    if (!C::kTurns) wait_for_keys(item.end - 1 > item.begin);
     for (int tile = item.end - 2; tile >= item.begin; --tile) {
+      if (C::kTurns) wait_for_keys(true);
       if constexpr (C::kTurns) named_sync(own_turn, 2 * kWarpgroup);
       pin(o);
       pin(p);
@@ -429,17 +519,20 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
       key_slot.next();
       weigh(tile);
       pin(s);
-      wait_for_keys(tile > item.begin);  // a branch that keeps the compiler from waiting before the softmax
+      // This branch also keeps the compiler from waiting for the second product before the softmax.
+      if (!C::kTurns) wait_for_keys(tile > item.begin);
       product_wait<0>();
       pin(o);
       pin(p);
       release(shared.values_empty[value_slot.index]);
       value_slot.next();
       pack_weights();
+      if (C::kTurns || __any_sync(kAllLanes, keep[0] != 1 || keep[1] != 1)) {
 #pragma unroll
-      for (int i = 0; i < C::kHeadSize / 2; ++i) o[i] *= keep[i / 2 % 2];
+        for (int i = 0; i < C::kHeadSize / 2; ++i) o[i] *= keep[i / 2 % 2];
+      }
     }
-    release(shared.query_empty);
+    if (C::kTurns) release(shared.query_empty);
     shared.values_full[value_slot.index].wait(value_slot.parity);
     pin(o);
     pin(p);
@@ -455,10 +548,12 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
     release(shared.values_empty[value_slot.index]);
     value_slot.next();
 
+    uint64_t again = 0;  // rows of this warp that are not finite, one bit a quad
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float factor = softmax.sum[r] == 0 ? 0 : 1 / softmax.sum[r];
       const bool writes = row_token[r] < item.tokens;
+      float finite = 0;  // or NaN
       T* out = static_cast<T*>(a.out) + (item.first_row + row_token[r]) * a.out_token_stride +
                (item.first_head + row_head[r]) * a.out_head_stride;
 #pragma unroll
@@ -467,11 +562,23 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 4 * (group + i) + 2 * r;
-          w[i] = pack2<T>(o[at] * factor, o[at + 1] * factor);
+          const float x = o[at] * factor, y = o[at + 1] * factor;
+          finite += 0 * x + 0 * y;
+          w[i] = pack2<T>(x, y);
         }
         transpose_quad(w, lane);
         if (writes) *reinterpret_cast<uint4*>(out + 8 * (group + lane % 4)) = uint4{w[0], w[1], w[2], w[3]};
       }
+      finite += shuffle_xor(finite, 1);
+      finite += shuffle_xor(finite, 2);
+      again |= uint64_t(__ballot_sync(kAllLanes, writes && finite != 0 && lane % 4 == 0)) << (kWarp * r);
+    }
+    if (again != 0) __syncwarp();  // other lanes write over what was just written
+    for (; again != 0; again &= again - 1) {
+      const int bit = __ffsll(int64_t(again)) - 1, r = bit / kWarp;
+      attend_row<T, C::kHeadSize>(a, item, shuffle(r == 0 ? row_token[0] : row_token[1], bit % kWarp),
+                                  item.first_head + shuffle(r == 0 ? row_head[0] : row_head[1], bit % kWarp),
+                                  lane);
     }
   }
   // The last turn that was given to the first is still open: nobody waits for it, and the block's barriers
@@ -479,10 +586,22 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
   if (C::kTurns && warpgroup == 0) named_sync(own_turn, 2 * kWarpgroup);
 }
 
+// Brings what the first items will look up nearer, while the block prepares itself.
+__device__ __forceinline__ void prefetch_batch(const AttentionArgs& a, int lane) {
+  if (lane < a.num_seqs) {
+    prefetch_line(a.seq_lens + lane);
+    prefetch_line(a.query_start_loc + lane);
+  }
+  const int64_t entry = (int64_t(blockIdx.x) * kWarp + lane) * 32,
+                entries = a.num_seqs * a.block_table_stride;
+  if (entry < entries - a.block_table_stride + a.max_blocks) prefetch_line(a.block_tables + entry);
+}
+
 template <class C, class T, bool kSoftCap>
 __global__ void __launch_bounds__(C::kThreads, 1) prefill_kernel(const __grid_constant__ Launch launch) {
   Shared<C>& shared = *dynamic_shared<Shared<C>>();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  if (warp == 2) prefetch_batch(launch.args, lane);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * C::kWarpgroups;
     shared.query_full.init(1);
@@ -534,9 +653,10 @@ template <class C, class T, bool kSoftCap>
 int launch(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   Launch launch{};
   launch.args = a;
-  const int group = int(a.num_heads / a.num_kv_heads);
-  launch.pack = heads_in_tile(group, C::kRows);
+  launch.group = int(a.num_heads / a.num_kv_heads);
+  launch.pack = heads_in_tile(launch.group, C::kRows);
   launch.tile_tokens = C::kRows / launch.pack;
+  launch.tile_inverse = unsigned(((uint64_t(1) << 32) + launch.tile_tokens - 1) / launch.tile_tokens);
   launch.box_keys = greatest_divisor(int(a.block_size), C::kKeys);
   launch.head_units = int(a.num_heads / launch.pack);
   launch.only_prefill = share == AttentionShare::prefill;
@@ -563,5 +683,19 @@ int launch(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   kernel<<<grid, C::kThreads, kBytes, stream>>>(launch);
   return launch_result();
 }
+
+// The same for the dtype and the soft cap that are wanted.
+template <class C>
+int launch_of(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
+  const bool cap = a.soft_cap > 0;
+  if (a.dtype == DType::f16) {
+    return cap ? launch<C, f16, true>(a, share, stream) : launch<C, f16, false>(a, share, stream);
+  }
+  return cap ? launch<C, bf16, true>(a, share, stream) : launch<C, bf16, false>(a, share, stream);
+}
+
+// Head sizes have files of their own, which compile side by side.
+int launch_64(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
+int launch_wide(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
 
 }  // namespace pelton::gpu::sm90

@@ -147,6 +147,22 @@ def test_edges_of_tiles(head_size: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_size", [96, 192, 256])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (100, 0.0), (0, 30.0)])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+def test_wide_heads(
+    dtype: torch.dtype, head_size: int, window: int, soft_cap: float, block_size: int
+) -> None:
+    case = Case((300, 20, 129), (300, 700, 131), head_size=head_size, block_size=block_size, dtype=dtype)
+    Batch(Case(**{**case.__dict__, "window": window, "soft_cap": soft_cap})).check()
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_small_and_large_tiles_of_head_size_64(heads: int) -> None:
+    Batch(Case((1000, 700), (1000, 2000), heads=heads, kv_heads=8, head_size=64)).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(
     ("heads", "kv_heads"),
