@@ -85,7 +85,7 @@ def check(logits: Tensor, seeds: list[int], options: dict[str, float]) -> None:
     """Every row's token is where its draw lies; in one of ten rows, rounding may have decided between two."""
     got = draw(logits, seeds, **options).tolist()
     shifted = 0
-    for row, seed, token in zip(logits.double().cpu(), seeds, got, strict=True):
+    for row, seed, token in zip(logits.double(), seeds, got, strict=True):
         u = uniform(seed, 0)
         if token != inverse(row, u, **options):
             shifted += 1
@@ -228,9 +228,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     rows = 30 if ON_GPU else 8
     logits = randn(1, 300).expand(rows, -1).contiguous()
     seeds, positions = [2**64 - 1, 5] * (rows // 2), list(range(rows))
-    expected = [
-        inverse(logits[0].double().cpu(), uniform(s, p)) for s, p in zip(seeds, positions, strict=True)
-    ]
+    expected = [inverse(logits[0].double(), uniform(s, p)) for s, p in zip(seeds, positions, strict=True)]
     assert draw(logits, seeds, positions).tolist() == expected
     assert draw(logits, seeds[::-1], positions[::-1]).tolist() == expected[::-1]
     assert len(set(expected)) > 3
