@@ -53,12 +53,33 @@ struct CopyLists {
 // Part of a list of pairs, as addresses; a pair that is out of range or copies a block onto itself is left
 // out.
 struct Pairs {
+  static constexpr int kSlots = 2 * kListPart;
   int64_t source[kListPart], destination[kListPart];  // destination 0: left out
-  int ordered;                                        // not 0: a pair reads or writes what another one writes
+  int written[kSlots];  // hash table of the destinations: number of the pair + 1, 0 for a free slot
+  int ordered;          // not 0: a pair reads or writes what another one writes
+
+  static __device__ __forceinline__ int slot_of(int64_t block) {
+    return int(uint64_t(block) * 0x9e3779b97f4a7c15u >> 40) % kSlots;
+  }
+  __device__ __forceinline__ bool is_written(int64_t block) const {
+    for (int slot = slot_of(block); written[slot] != 0; slot = (slot + 1) % kSlots) {
+      if (destination[written[slot] - 1] == block) return true;
+    }
+    return false;
+  }
+  // Notes that a pair writes `block`, unless one does already.
+  __device__ __forceinline__ bool write(int64_t block, int pair) {
+    for (int slot = slot_of(block);; slot = (slot + 1) % kSlots) {
+      const int other = atomicCAS(&written[slot], 0, pair + 1);
+      if (other == 0) return true;
+      if (destination[other - 1] == block) return false;
+    }
+  }
 
   // All threads of the block together.
   __device__ __forceinline__ void read(const CopyBlocksArgs& a, int64_t first, int count) {
     if (threadIdx.x == 0) ordered = 0;
+    for (int i = threadIdx.x; i < kSlots; i += kCopyThreads) written[i] = 0;
     for (int i = threadIdx.x; i < count; i += kCopyThreads) {
       const int64_t from = a.block_mapping[2 * (first + i)], to = a.block_mapping[2 * (first + i) + 1];
       const bool known = uint64_t(from) < uint64_t(a.sources) && uint64_t(to) < uint64_t(a.destinations);
@@ -67,15 +88,13 @@ struct Pairs {
       if (!known || source[i] == destination[i]) destination[i] = 0;
     }
     __syncthreads();
-    bool clash = false;
     for (int i = threadIdx.x; i < count; i += kCopyThreads) {
-      const int64_t from = source[i], to = destination[i];
-      for (int other = 0; to != 0 && other < count; ++other) {
-        const int64_t written = destination[other];
-        clash |= written != 0 && (written == from || (written == to && other != i));
-      }
+      if (destination[i] != 0 && !write(destination[i], i)) atomicOr(&ordered, 1);
     }
-    if (clash) atomicOr(&ordered, 1);
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kCopyThreads) {
+      if (destination[i] != 0 && is_written(source[i])) atomicOr(&ordered, 1);
+    }
     __syncthreads();
   }
 };
