@@ -176,7 +176,7 @@ def test_the_kv_cache_takes_what_the_utilization_leaves(monkeypatch: pytest.Monk
     assert key_cache.shape[0] == value_cache.shape[0] == it.num_blocks and key_cache.device == DEVICE
     num_blocks = it.num_blocks
     del it, key_cache, value_cache
-    larger_steps = runner(max_model_len=256, **(options | {"max_num_batched_tokens": 8192}))
+    larger_steps = runner(max_model_len=256, **(options | {"max_num_batched_tokens": 1 << 17}))
     assert larger_steps.num_blocks < num_blocks
 
 
