@@ -90,7 +90,7 @@ void finish_ldmatrix(Lanes& lanes) {
 template <int Count, bool Transposed>
 void load_matrix(uint32_t (&r)[Count], const void* row) {
   unsigned char bytes[16] = {};
-  if (lane_of(32) < 8 * Count) read_matrix_row(row, bytes);
+  if (lane_of(32) < 8 * Count) read_matrix_row(row, bytes, __builtin_return_address(0));
   meet_all("ldmatrix", 32, bytes, sizeof bytes, r, sizeof r, finish_ldmatrix<Count, Transposed>);
 }
 // --- AMD ---

@@ -33,8 +33,8 @@ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
   load_matrix<4, Transposed>(r, row);
 }
 
-// A row for ldmatrix, checked as a read of shared memory by the calling lane.
-void read_matrix_row(const void* row, unsigned char (&bytes)[16]);
+// A row for ldmatrix, checked as a read of shared memory by the calling lane, at this place in its kernel.
+void read_matrix_row(const void* row, unsigned char (&bytes)[16], const void* place);
 
 // --- AMD ---
 

@@ -578,8 +578,7 @@ void copy_async_wait(int pending) {
   me.copies.erase(std::remove_if(me.copies.begin(), me.copies.end(), is_due), me.copies.end());
 }
 
-void read_matrix_row(const void* row, unsigned char (&bytes)[16]) {
-  const void* place = __builtin_return_address(0);
+void read_matrix_row(const void* row, unsigned char (&bytes)[16], const void* place) {
   const auto address = reinterpret_cast<uintptr_t>(row);
   if (address % 16 != 0) fail_at(place, "misaligned ldmatrix: the address of a row must be a multiple of 16");
   if (!static_shared.has(address) && !arena.has(address))
