@@ -106,8 +106,9 @@ struct DecodeShape {
   static constexpr int kThreads = kWarps * kWarp, kRows = 8 * kRowBlocks;
   static constexpr int kTile = kPositions * D;  // elements of a tile of keys, or of values
   static constexpr int kSumStride = D + 4;      // floats: rows in different banks
+  // The tiles behind the exchange begin where bits of their addresses may be flipped.
   static constexpr int kStageBytes = kWarps * 2 * kTile * 2,
-                       kExchangeBytes = kWarps * kExchangeRows * kSumStride * 4;
+                       kExchangeBytes = ceil_div(kWarps * kExchangeRows * kSumStride * 4, 1024) * 1024;
   static_assert(kPositions <= kWarp);
   using Item = gpu::Item<kPositions, kRows>;
 
