@@ -1,4 +1,4 @@
-// Prefill attention for sm_90a: which tiles for which sizes. The kernel is sm90.cuh's.
+// Prefill attention for sm_90a: what it takes, and head size 128. The kernel is sm90.cuh's.
 #include "sm90.cuh"
 
 namespace pelton::gpu {
@@ -17,9 +17,19 @@ bool attention_sm90_fits(const AttentionArgs& a) {
 
 int attention_prefill_sm90(const AttentionArgs& args, AttentionShare share, void* stream) {
   const auto on = cudaStream_t(stream);
-  if (args.head_size == 128) return sm90::launch_of<sm90::Config<128, 2, 128, 2, false>>(args, share, on);
-  if (args.head_size == 64) return sm90::launch_64(args, share, on);
-  return sm90::launch_wide(args, share, on);
+  switch (args.head_size) {
+    case 64:
+      return sm90::launch_64(args, share, on);
+    case 96:
+      return sm90::launch_96(args, share, on);
+    case 128:
+      return sm90::launch_of<sm90::Config<128, 2, 128, 2, false>>(args, share, on);
+    case 192:
+      return sm90::launch_192(args, share, on);
+    case 256:
+      return sm90::launch_256(args, share, on);
+  }
+  return int(cudaErrorInvalidValue);
 }
 
 }  // namespace pelton::gpu

@@ -1,11 +1,13 @@
 // Prefill attention on Hopper: a tile is kRows rows of queries x heads of one kv head (heads that share keys
 // are packed into rows), its keys come in tiles of kKeys. A persistent block has a producer warpgroup, whose
-// warps choose the work, and copy queries, keys and values by TMA, box by box as the block table says, and
-// kWarpgroups consumers of 64 rows each, which take turns: while one multiplies, another does its softmax
-// (and its own next product). Source: Shah et al., "FlashAttention-3", 2024; Dao, "FlashAttention-2", 2023;
-// Kwon et al., "PagedAttention", 2023.
+// warps choose the work and copy queries, keys and values by TMA, box by box as the block table says, and
+// kWarpgroups consumers of 64 rows each. While tensor cores multiply, the other units do a softmax: another
+// consumer's, when they take turns, or the same one's, whose next scores are then multiplied before it.
+// Source: Shah et al., "FlashAttention-3", 2024; the lazy maximum is FlashAttention-4's.
 #pragma once
+#include <algorithm>
 #include <climits>
+#include <utility>
 
 #include "../common/hopper.cuh"
 #include "batch.cuh"
@@ -696,6 +698,8 @@ int launch_of(const AttentionArgs& a, AttentionShare share, cudaStream_t stream)
 
 // Head sizes have files of their own, which compile side by side.
 int launch_64(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
-int launch_wide(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
+int launch_96(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
+int launch_192(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
+int launch_256(const AttentionArgs& a, AttentionShare share, cudaStream_t stream);
 
 }  // namespace pelton::gpu::sm90

@@ -227,17 +227,8 @@ PELTON_PRODUCT(80, PELTON_30 "," PELTON_10("3"), "%40", "%41", "%42", "%43", "%4
                PELTON_D32(0), PELTON_D8(32))
 PELTON_PRODUCT(96, PELTON_30 "," PELTON_10("3") ",%40,%41,%42,%43,%44,%45,%46,%47", "%48", "%49", "%50",
                "%51", "%52", "%53", "%54", PELTON_D32(0), PELTON_D8(32), PELTON_D8(40))
-PELTON_PRODUCT(112, PELTON_30 "," PELTON_10("3") "," PELTON_10("4") ",%50,%51,%52,%53,%54,%55", "%56", "%57",
-               "%58", "%59", "%60", "%61", "%62", PELTON_D32(0), PELTON_D8(32), PELTON_D8(40), PELTON_D8(48))
 PELTON_PRODUCT(128, PELTON_60 ",%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68", "%69", "%70",
                PELTON_D32(0), PELTON_D32(32))
-PELTON_PRODUCT(144, PELTON_60 "," PELTON_10("6") ",%70,%71", "%72", "%73", "%74", "%75", "%76", "%77", "%78",
-               PELTON_D32(0), PELTON_D32(32), PELTON_D8(64))
-PELTON_PRODUCT(160, PELTON_60 "," PELTON_10("6") "," PELTON_10("7"), "%80", "%81", "%82", "%83", "%84", "%85",
-               "%86", PELTON_D32(0), PELTON_D32(32), PELTON_D8(64), PELTON_D8(72))
-PELTON_PRODUCT(176, PELTON_60 "," PELTON_10("6") "," PELTON_10("7") ",%80,%81,%82,%83,%84,%85,%86,%87", "%88",
-               "%89", "%90", "%91", "%92", "%93", "%94", PELTON_D32(0), PELTON_D32(32), PELTON_D8(64),
-               PELTON_D8(72), PELTON_D8(80))
 PELTON_PRODUCT(192, PELTON_90 ",%90,%91,%92,%93,%94,%95", "%96", "%97", "%98", "%99", "%100", "%101", "%102",
                PELTON_D32(0), PELTON_D32(32), PELTON_D32(64))
 PELTON_PRODUCT(256,
