@@ -417,7 +417,7 @@ class Sampled:
         if self._tokens is None:
             import torch
 
-            self._tokens = torch.tensor(self.result()[0], dtype=torch.int64)
+            self._tokens = torch.tensor(self.result()[0], dtype=torch.int64, device="cpu")
         return self._tokens
 
     def result(self) -> Chosen:
@@ -636,7 +636,10 @@ def send(
     """These values on the device. To a GPU they go from pinned memory, so that the host waits for nothing."""
     import torch
 
-    host = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
+    if isinstance(values, np.ndarray):
+        host = torch.from_numpy(values)
+    else:  # on the CPU, whatever torch's default device is
+        host = torch.tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
