@@ -421,8 +421,7 @@ std::string source_text(const void* place) {
   Dl_info info;
   if (place == nullptr || dladdr(place, &info) == 0 || info.dli_fname == nullptr) return "";
   const auto offset = static_cast<const char*>(place) - static_cast<const char*>(info.dli_fbase) - 1;
-  std::string folder = info.dli_fname, quoted;
-  folder.erase(folder.rfind('/') + 1);
+  std::string quoted;
   for (const char* c = info.dli_fname; *c != '\0'; ++c)
     quoted += *c == '\'' ? std::string("'\\''") : std::string(1, *c);
   char address[32];
@@ -433,8 +432,9 @@ std::string source_text(const void* place) {
     for (int frames = 0; frames < 4 && fgets(line, sizeof line, pipe) != nullptr;) {
       std::string one = line;
       one = one.substr(0, one.find_first_of(" \n"));
-      if (one.rfind(folder, 0) == 0)
-        one.erase(0, folder.size());  // sources are named from the project's folder on
+      for (const char* top : {"/kernels/", "/tests/"}) {  // sources are named from the project's folder on
+        if (const size_t at = one.rfind(top); at != std::string::npos) one.erase(0, at + 1);
+      }
       if (one.rfind("??", 0) == 0 || one.find("/c++/") != std::string::npos ||
           one.find("kernels/emulation/") != std::string::npos) {
         continue;
