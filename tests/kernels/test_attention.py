@@ -451,6 +451,8 @@ def test_split_over_the_context_on_gpus(
     window: int,
     soft_cap: float,
 ) -> None:
+    if ops.backend() == "emulation":  # few multiprocessors, and slow
+        seq_lens = tuple(max(n // 4, 3) for n in seq_lens)
     data = batch(
         query_lens,
         seq_lens,
