@@ -371,17 +371,22 @@ def tests(session: nox.Session) -> None:
 
 EMULATED = ["tests/emulation", "tests/kernels"]
 ROUNDS = [
-    # How the emulation runs, and which tests. All of them as on NVIDIA's warps of 32, each kernel twice.
-    ({"PELTON_EMULATION_ORDERS": "forward,reverse"}, EMULATED),
-    # On AMD's waves of 64, what has a source for ROCm; without the tests of torch's compiler.
+    # How the emulation runs, and which tests. All of them once, as on NVIDIA's warps of 32.
+    ({}, EMULATED),
+    # Each kernel twice on AMD's waves of 64, where it has a source for ROCm; without the tests of torch's compiler.
     (
-        {"PELTON_EMULATION_ORDERS": "shuffled:1", "PELTON_EMULATION_WAVE": "64"},
+        {"PELTON_EMULATION_ORDERS": "reverse,shuffled:1", "PELTON_EMULATION_WAVE": "64"},
         [
             "-k",
             "not compile and not opcheck and not graph",
             "--ignore=tests/kernels/test_attention.py",
             "tests/kernels",
         ],
+    ),
+    # And those that have none.
+    (
+        {"PELTON_EMULATION_ORDERS": "reverse,shuffled:1"},
+        ["-k", "field_case or split_over", "tests/kernels/test_attention.py"],
     ),
 ]
 

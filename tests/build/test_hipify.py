@@ -145,7 +145,16 @@ def test_what_is_missing_is_named(source: Path, tmp_path: Path) -> None:
     with pytest.raises(HipifyError, match=r"none\.cu: cannot be read"):
         hipify_text(tmp_path / "none.cu", "none.cu", torch_folder())
     # In a process of its own: here a module that is loaded already would do.
-    command = [sys.executable, "-m", "pelton_build", "hipify", "--torch", str(tmp_path), str(source), "made.hip"]
+    command = [
+        sys.executable,
+        "-m",
+        "pelton_build",
+        "hipify",
+        "--torch",
+        str(tmp_path),
+        str(source),
+        "made.hip",
+    ]
     done = subprocess.run(command, cwd=ROOT / "python", check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"{tmp_path} has no utils/hipify; --torch must be the folder of the torch package" in done.stderr
