@@ -16,10 +16,9 @@ import gc
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -182,14 +181,18 @@ class Runner:
         # Before anything is made that grows with the config's numbers: they may be wrong.
         if checkpoint is not None:
             check_num_layers(checkpoint, model_config.num_layers)
-        sizes = {
+        sizes: dict[str, Any] = {
             "bytes_per_block": model_config.kv_bytes_per_token(self.dtype.itemsize) * config.block_size,
             "block_size": config.block_size,
             "max_model_len": max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "kv_cache_memory": config.kv_cache_bytes,
         }
-        plan_on_gpu = partial(plan_gpu_kv_cache, reserve=2 * model_config.num_layers * _ALLOCATION, **sizes)
+        reserve = 2 * model_config.num_layers * _ALLOCATION
+
+        def plan_on_gpu(memory: GpuMemory) -> KvCachePlan:
+            return plan_gpu_kv_cache(memory, reserve=reserve, **sizes)
+
         memory = self._gpu_memory(config) if self.on_gpu else None
         available = 0 if memory else available_memory()
         if memory:
@@ -308,7 +311,7 @@ class Runner:
         checkpoint: Checkpoint,
         weights: dict[str, Weight],
         memory: GpuMemory,
-        plan: partial[KvCachePlan],
+        plan: Callable[[GpuMemory], KvCachePlan],
     ) -> None:
         """Load, then measure what a step and its graphs take, give the KV cache the rest, and record the graphs."""
         with _telling_what_to_lower(memory, 0, "loading the weights"):

@@ -507,8 +507,8 @@ class Sampler:
         wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = _rows(logits, wanted) if wanted else None
         if any(unfinished_minimum) or any(p.has_penalties or p.logit_bias for p in params):
-            if raw is logits:
-                raw = logits.clone()
+            if raw is not None and raw is logits:
+                raw = raw.clone()
             self._adjust(logits, requests, unfinished_minimum)
         if all(p.is_greedy for p in params):
             tokens = ops.greedy_sample(logits)
