@@ -15,7 +15,9 @@ namespace pelton {
 struct RowLayout {
   int64_t per_group, stride, group_stride;
 
-  PELTON_HOST_DEVICE int64_t offset(int64_t row) const { return row / per_group * group_stride + row % per_group * stride; }
+  PELTON_HOST_DEVICE int64_t offset(int64_t row) const {
+    return row / per_group * group_stride + row % per_group * stride;
+  }
 };
 
 }  // namespace pelton
