@@ -136,7 +136,7 @@ int find_library(dl_phdr_info* info, size_t, void*) {
 
 struct Page {
   Record records[kPage];
-  uint64_t kept = 0;  // lines of 64 bytes that the launch has written
+  uint64_t kept[kPage / 64] = {};  // one bit for each byte that the launch has written
   uint32_t keep_number = 0;
   unsigned char before[kPage], result[kPage];
 };
@@ -161,27 +161,29 @@ Page& page_of(uintptr_t address) {
   return *page;
 }
 
-// Before the first write to a line: keeps what is there.
-void keep_line(Page& page, uintptr_t address) {
+// Before a write: keeps what is there, byte by byte, because what lies beside it may be somebody else's.
+void keep_bytes(Page& page, uintptr_t address, size_t bytes) {
   if (page.keep_number != keep_number) {
     page.keep_number = keep_number;
-    page.kept = 0;
+    std::fill(std::begin(page.kept), std::end(page.kept), 0);
     kept_pages.push_back(address / kPage);
   }
-  const uint64_t line = address % kPage / 64;
-  if (page.kept >> line & 1) return;
-  page.kept |= uint64_t(1) << line;
-  const void* from = reinterpret_cast<const void*>(address / 64 * 64);
-  memcpy(page.before + line * 64, from, 64);
-  if (!first_run) memcpy(page.result + line * 64, from, 64);  // the first run left it as it was
+  const auto* from = reinterpret_cast<const unsigned char*>(address);
+  for (size_t i = 0, at = address % kPage; i < bytes; ++i, ++at) {
+    if (page.kept[at / 64] >> at % 64 & 1) continue;
+    page.before[at] = from[i];
+    if (!first_run) page.result[at] = from[i];  // the first run left it as it was
+    page.kept[at / 64] |= uint64_t(1) << at % 64;
+  }
 }
 
+// Calls f with the page, the byte's address, and its place in the page.
 template <class F>
-void for_each_kept_line(F f) {
+void for_each_kept_byte(F f) {
   for (uintptr_t number : kept_pages) {
     Page& page = *pages[number];
-    for (int line = 0; line < 64; ++line) {
-      if (page.kept >> line & 1) f(page, number * kPage + line * 64, line * 64);
+    for (size_t at = 0; at < kPage; ++at) {
+      if (page.kept[at / 64] >> at % 64 & 1) f(page, number * kPage + at, at);
     }
   }
 }
@@ -391,7 +393,7 @@ void check_global(const Check& check) {
     part.bytes = std::min(left, kPage - address % kPage);
     if (keeping && check.access != Access::read) {
       reading_for = check.place;  // the address may be wrong: the fault is the kernel's then
-      for (uintptr_t a = address / 64 * 64; a < address + part.bytes; a += 64) keep_line(page, a);
+      keep_bytes(page, address, part.bytes);
       reading_for = nullptr;
     }
     check_records(page.records + address % kPage, part);
@@ -508,27 +510,24 @@ void* dynamic_shared() { return reinterpret_cast<void*>(dynamic_begin); }
 
 void keep_results() {
   first_run = false;
-  for_each_kept_line([](Page& page, uintptr_t address, int offset) {
-    memcpy(page.result + offset, reinterpret_cast<const void*>(address), 64);
+  for_each_kept_byte([](Page& page, uintptr_t address, size_t at) {
+    page.result[at] = *reinterpret_cast<const unsigned char*>(address);
   });
 }
 
 void restore_inputs() {
-  for_each_kept_line([](Page& page, uintptr_t address, int offset) {
-    memcpy(reinterpret_cast<void*>(address), page.before + offset, 64);
+  for_each_kept_byte([](Page& page, uintptr_t address, size_t at) {
+    *reinterpret_cast<unsigned char*>(address) = page.before[at];
   });
 }
 
 std::string compare_results() {
   std::string text;
-  for_each_kept_line([&](Page& page, uintptr_t address, int offset) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(address);
-    for (int i = 0; i < 64 && text.empty(); ++i) {
-      if (bytes[i] == page.result[offset + i]) continue;
-      char was[16];
-      snprintf(was, sizeof was, "0x%02x", page.result[offset + i]);
-      text = where(address + i, Space::global) + " is " + was;
-    }
+  for_each_kept_byte([&](Page& page, uintptr_t address, size_t at) {
+    if (!text.empty() || *reinterpret_cast<const unsigned char*>(address) == page.result[at]) return;
+    char was[16];
+    snprintf(was, sizeof was, "0x%02x", page.result[at]);
+    text = where(address, Space::global) + " is " + was;
   });
   return text;
 }
