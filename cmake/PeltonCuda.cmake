@@ -13,6 +13,10 @@ macro(pelton_prepare_cuda)
     set(CMAKE_CUDA_ARCHITECTURES OFF)
     # CMake tries the compiler by linking a program, and nvcc does not look where packages have the runtime.
     cmake_path(GET PELTON_PLAN_CUDA_RUNTIME PARENT_PATH pelton_cuda_folder)
+    # nvcc would add these to what the plan says, in CMake's own trials too.
+    foreach(pelton_cuda_variable IN ITEMS NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS NVCC_CCBIN)
+      unset(ENV{${pelton_cuda_variable}})
+    endforeach()
     set(ENV{LIBRARY_PATH} "${pelton_cuda_folder}:$ENV{LIBRARY_PATH}")
   endif()
 endmacro()

@@ -491,10 +491,12 @@ GPU_HOSTS = {
         "pelton does not run on GPU 1, T4 (sm_75): this build (profile cuda-sm90) is for sm_90a; CUDA_VISIBLE_DEVICES=0 hides the others"),
     "H200 and T4, of which one is visible": (SM90, CUDA_TORCH + H200_TABLE + T4_TABLE, "0", {"gpu 1": "number 1"}, ""),
     "T4 alone is visible": (SM90, CUDA_TORCH + H200_TABLE + T4_TABLE, "1", {"found": "GPU 0, T4 (sm_75)"}, ""),
-    "none is visible": (SM90, CUDA_TORCH + H200_TABLE, "", {"found": "no NVIDIA GPU is visible (CUDA_VISIBLE_DEVICES=)"}, ""),
+    "none is visible": (SM90, CUDA_TORCH + H200_TABLE, "", {"found": "no visible NVIDIA GPU (CUDA_VISIBLE_DEVICES=)"}, ""),
     "no driver": (SM90, CUDA_TORCH + 'driver = ""\n', None, {"found": "no NVIDIA driver"}, ""),
     "a driver without GPU": (SM90, CUDA_TORCH + 'driver = "13.0"\n', None, {"found": "no NVIDIA GPU"}, ""),
     "an old driver": (SM90, CUDA_TORCH + 'driver = "12.4"\n' + H200_TABLE, None, {"found": "CUDA 12.4"}, ""),
+    "an old driver, and a card that a new one would not help": (
+        SM90, CUDA_TORCH + 'driver = "12.4"\n' + T4_TABLE, None, {"found": "GPU 0, T4 (sm_75)"}, ""),
     "torch for CPUs": (SM90, 'torch = "2.13.0+cpu"\n' + H200_TABLE, None, {"found": "torch 2.13.0+cpu"}, ""),
     "old torch": (SM90, 'torch = "2.9.0+cu128"\n' + H200_TABLE, None, {"found": "torch 2.9.0+cu128"}, ""),
     "old glibc": (SM90, 'glibc = "2.17"\n' + CUDA_TORCH + H200_TABLE, None, {"found": "glibc 2.17"}, ""),

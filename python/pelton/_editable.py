@@ -16,8 +16,15 @@ __all__ = ["rebuild"]
 
 MARKER = "pelton._built"
 
-# Would install what is rebuilt somewhere else, so that the old library stayed, or link it in another way.
-_DROPPED = ("CMAKE_INSTALL_MODE", "DESTDIR", "LD_RUN_PATH")
+# Would install what is rebuilt somewhere else, so that the old library stayed, or compile or link it in another way.
+_DROPPED = (
+    "CMAKE_INSTALL_MODE",
+    "DESTDIR",
+    "LD_RUN_PATH",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_CCBIN",
+    "NVCC_PREPEND_FLAGS",
+)
 
 
 def rebuild() -> None:

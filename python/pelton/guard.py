@@ -262,7 +262,7 @@ def _card_mismatch(
             return f"no {maker} GPU ({machine.gpu_note})", wanted, ""
         variable = next((name for name in _HIDING[rocm] if name in os.environ), "")
         if variable:
-            found = f"no {maker} GPU is visible ({variable}={os.environ[variable]})"
+            found = f"no visible {maker} GPU ({variable}={os.environ[variable]})"
             return found, wanted, f"unset {variable}, or let it name a GPU"
         return f"no {maker} GPU", wanted, ""
     if number is None:
@@ -271,15 +271,15 @@ def _card_mismatch(
         return f"{len(gpus)} GPUs", f"a GPU number {number}", f"use a number from 0 to {len(gpus) - 1}"
     gpu, driver = gpus[number], None if rocm else machine.driver
     least = str(info.get("minimum_driver", ""))
-    if driver and least and numbers(driver) < numbers(least):
-        return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
     best = fit(archs, gpu)
-    if best is None:
+    if best is None:  # before the driver: a newer one would not help
         others = [f"GPU {i}, {other}" for i, other in enumerate(gpus) if fit(archs, other) is not None]
         if others:
             found = f"GPU {number}, {gpu}; it runs on {', '.join(others)}"
             return found, wanted, _hiding(info, machine, os.environ)
         return f"GPU {number}, {gpu}", wanted, ""
+    if driver and least and numbers(driver) < numbers(least):
+        return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
     least = str(info.get("minimum_driver_ptx", ""))
     if best[1].startswith("compute_") and driver and least and numbers(driver) < numbers(least):
         found = f"an NVIDIA driver for CUDA {driver} with GPU {number}, {gpu}"

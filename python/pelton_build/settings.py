@@ -150,6 +150,7 @@ def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
         "CMAKE_BUILD_PARALLEL_LEVEL",
         "CUDAHOSTCXX",
         "HIPHOSTCXX",
+        "NVCC_CCBIN",
     }
     return {
         name: value
@@ -324,7 +325,7 @@ def _unused(env: Mapping[str, str]) -> tuple[str, ...]:
             )
         elif name in _BEHIND_VARIABLES:
             notes.append(f"{name}={value} is not used: the build says this itself, from the plan")
-        elif name in ("CUDAHOSTCXX", "HIPHOSTCXX"):
+        elif name in ("CUDAHOSTCXX", "HIPHOSTCXX", "NVCC_CCBIN"):
             notes.append(
                 f"{name}={value} is not used: the host compiler of GPU code is that of the C++ code, set CXX"
             )

@@ -129,6 +129,8 @@ def test_refuses(config: ConfigSettings, environ: dict[str, str], message: str) 
         ("SKBUILD_BUILD_DIR", "-C build.dir=VALUE"),
         ("CMAKE_BUILD_PARALLEL_LEVEL", "set MAX_JOBS"),
         ("CUDAHOSTCXX", "set CXX"),
+        ("NVCC_CCBIN", "set CXX"),
+        ("NVCC_APPEND_FLAGS", "compiler flags follow from the profile"),
         ("DESTDIR", "the build says this itself"),
         ("CMAKE_GENERATOR", "the build says this itself"),
         ("CMAKE_INSTALL_MODE", "the build says this itself"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +16,23 @@ import torch
 
 from kernel_checks import DEVICE
 
+HERE = Path(__file__).parent
 
-def _tensors_on_device() -> AbstractContextManager[object]:
-    return nullcontext() if DEVICE == "cpu" else torch.device(DEVICE)
+
+def _tensors_on_device(node: pytest.Item | pytest.Collector) -> AbstractContextManager[object]:
+    # pytest calls these hooks for the tests of other folders, too.
+    ours = node.path.is_relative_to(HERE)
+    return torch.device(DEVICE) if ours and DEVICE != "cpu" else nullcontext()
 
 
 # Tensors are made when a module is imported, too.
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    with _tensors_on_device():
+    with _tensors_on_device(collector):
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    with _tensors_on_device():
+    with _tensors_on_device(item):
         return (yield)
