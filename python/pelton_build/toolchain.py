@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .plan import HostPython, Tool, TorchHeaders
-from .settings import TORCH_DIR, Choices
+from .settings import TORCH_DIR, Choices, scrubbed
 
 __all__ = [
     "Probe",
@@ -296,13 +296,16 @@ def probe_cuda(
 
 
 def _cuda(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | None, str]:
+    environ = scrubbed(environ)
     said = run_limited([path, "--version"], environ)
     if said.problem:
         return None, said.problem
     match = re.search(r"release (\d+\.\d+)(?:, V(\d+(?:\.\d+){1,3}))?", said.out)
     if match is None:
         return None, "does not tell its CUDA version"
-    top = _cuda_root(path, environ)
+    top, why = _cuda_root(path, environ)
+    if why:
+        return None, why
     version, gcc, clang = _cuda_headers(top)
     return Tool(
         "cuda",
@@ -318,18 +321,18 @@ def _cuda(path: str, origin: str, environ: Mapping[str, str]) -> tuple[Tool | No
     ), ""
 
 
-def _cuda_root(path: str, environ: Mapping[str, str]) -> Path | None:
+def _cuda_root(path: str, environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """The toolkit of a compiler: where its file lies, or, for a wrapper script, where the real one says it
-    lies."""
+    lies; and why it cannot say so, when it fails."""
     for top in (Path(path).resolve().parent.parent, Path(path).parent.parent):
         if _cuda_header(top, "cuda.h") is not None:
-            return top
+            return top, ""
     said = run_limited([path, "--dryrun", "-x", "cu", os.devnull], environ)
     match = re.search(r"^#\$ (?:TOP|_HERE_)=(.+)$", said.err, re.MULTILINE)
     if match is None:
-        return None
+        return None, said.problem and f"{said.problem} when it is asked for its folder"
     here = Path(os.path.normpath(match[1].strip()))
-    return here.parent if here.name == "bin" else here
+    return (here.parent if here.name == "bin" else here), ""
 
 
 def _cuda_header(top: Path, name: str) -> Path | None:

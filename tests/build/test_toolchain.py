@@ -192,6 +192,28 @@ def test_a_wrapper_leads_to_the_real_toolkit(tmp_path: Path) -> None:
     assert (tool.root, tool.headers_version) == (str(tmp_path / "cuda-13.0"), "13.0")
 
 
+def test_a_wrapper_that_fails_says_what_the_compiler_said(tmp_path: Path) -> None:
+    script(
+        tmp_path / "bin/nvcc",
+        'case "$*" in *--version*) echo "release 13.0, V13.0.88";; *) echo "nvcc fatal: no TMPDIR" >&2; exit 1;; esac',
+    )
+    probe = probe_cuda({"CUDACXX": str(tmp_path / "bin/nvcc"), "PATH": PATH}, tmp_path)
+    assert probe.tool is None
+    assert "nvcc fatal: no TMPDIR" in probe.problem
+
+
+def test_variables_that_are_not_used_do_not_reach_a_wrapper(tmp_path: Path) -> None:
+    real = nvcc(tmp_path / "cuda-13.0")
+    script(tmp_path / "bin/nvcc", f'[ -z "$NVCC_APPEND_FLAGS$NVCC_CCBIN" ] || exit 1; exec {real} "$@"')
+    environ = {
+        "PATH": f"{tmp_path / 'bin'}:{PATH}",
+        "NVCC_APPEND_FLAGS": "--nosuch",
+        "NVCC_CCBIN": "/nonexistent",
+    }
+    tool = probe_cuda(environ, tmp_path).tool
+    assert tool is not None and tool.headers_version == "13.0"
+
+
 def test_a_link_leads_to_the_real_toolkit(tmp_path: Path) -> None:
     nvcc(tmp_path / "usr/local/cuda-13.0")
     (tmp_path / "usr/local/cuda").symlink_to("cuda-13.0")
