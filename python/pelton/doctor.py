@@ -398,7 +398,8 @@ def check_gpus(at: Context) -> Iterator[Finding]:
             "run", "gpu", status, f"no GPU; {driver}{note}", "" if status == "ok" else "a GPU build needs one"
         )
     else:
-        cards = ", ".join(f"{i}: {gpu}, {gpu.memory >> 30} GiB" for i, gpu in enumerate(machine.gpus))
+        sizes = [f", {gpu.memory >> 30} GiB" if gpu.memory else "" for gpu in machine.gpus]  # 0: not known
+        cards = ", ".join(f"{i}: {gpu}{sizes[i]}" for i, gpu in enumerate(machine.gpus))
         driver = f"; NVIDIA driver for CUDA {machine.driver}{where}" if machine.driver else ""
         yield Finding("run", "gpu", "ok", cards + driver)
     if at.build.get("profile"):

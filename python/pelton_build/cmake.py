@@ -38,7 +38,7 @@ from .profile import load_profile, profile_names
 from .project import load_project
 from .resolve import resolve
 from .settings import Choices, environment, read_choices
-from .table import load_table
+from .table import UNBUILT, load_table
 from .toolchain import probe_toolchain
 from .version import SourceVersion, source_version
 
@@ -342,14 +342,15 @@ def build_info(plan: Plan, request: Request, root: Path, cmake_version: str) -> 
 
 
 def profiles_of(root: Path) -> list[dict[str, Any]]:
-    """All profiles, so that a wheel on the wrong machine can name the right one."""
+    """All profiles that there are wheels for, so that a wheel on the wrong machine can name the right one."""
     made = []
     for name in profile_names(root):
         with contextlib.suppress(
             BuildError
         ):  # a broken profile is no profile yet, and no reason to stop another's build
             target = load_profile(root, name).target
-            made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
+            if target.backend not in UNBUILT:
+                made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
     return made
 
 

@@ -19,7 +19,7 @@ from pelton_build.plan import HostPython, Plan, Setting, Tool, TorchHeaders
 from pelton_build.profile import load_profile
 from pelton_build.resolve import resolve
 from pelton_build.settings import Choices
-from pelton_build.table import load_table
+from pelton_build.table import UNBUILT, load_table
 from pelton_build.toolchain import Probe, Toolchain
 from pelton_build.version import SourceVersion
 
@@ -245,3 +245,9 @@ def test_a_plan_with_problems_is_refused() -> None:
     broken = dataclasses.replace(plan(), problems=("no compiler", "no headers"))
     with pytest.raises(PlanError, match="'cpu-avx2' cannot be built here: no compiler; no headers"):
         cmake.refuse_problems(broken)
+
+
+def test_profiles_to_recommend_are_those_that_there_are_wheels_for() -> None:
+    others = cmake.profiles_of(ROOT)
+    assert {"cpu-avx2", "cuda-sm80", "cuda-sm90"} <= {other["profile"] for other in others}
+    assert not {other["backend"] for other in others} & set(UNBUILT)
