@@ -50,6 +50,11 @@ def rebuild() -> None:
                 f"the build tool {error.filename or 'cmake'} is not on PATH; activate the environment that pelton was "
                 "installed into"
             )
+        elif isinstance(error, OSError):
+            problem = (
+                f"{error.filename or 'its build folder'}: {error.strerror or error}. Import it as the user who installed "
+                "it and where the sources can be written to, or install a wheel"
+            )
         else:
             raise
         from pelton.errors import LibraryError

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import ProfileError
 from .planning import project_root
 from .profile import load_profile, profile_names
 
@@ -17,10 +18,17 @@ __all__ = ["main", "matrix"]
 
 def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
     """`{"include": [row, ...]}`, sorted by profile. Raises ProfileError: a broken profile must not be left
-    out."""
+    out, and two with one label would make wheels of one name."""
     rows = []
+    labels: dict[str, str] = {}
     for name in profile_names(root):
         profile = load_profile(root, name)
+        other = labels.setdefault(profile.wheel.label, profile.file)
+        if other != profile.file:
+            raise ProfileError(
+                f"{profile.file}: wheel.label: {profile.wheel.label!r} is the label of {other}, too, so that two different "
+                "wheels would have one name; give each profile its own"
+            )
         rows.append(
             {
                 "profile": name,

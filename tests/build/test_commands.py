@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -272,6 +273,14 @@ def test_presets_are_not_written_over_foreign_ones(tree: Path, capsys: pytest.Ca
     status, _, err = run(tree, capsys, "presets")
     assert status == 1 and "was not written by this tool" in err
     assert "mine" in (tree / PRESETS).read_text()
+
+
+def test_two_profiles_with_one_label_are_refused(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tree / "build_profiles"
+    shutil.copy(folder / "cuda-sm90.toml", folder / "cuda-x.toml")
+    status, out, err = run(tree, capsys, "matrix")
+    assert status == 1 and not out
+    assert "build_profiles/cuda-x.toml" in err and "build_profiles/cuda-sm90.toml" in err and "label" in err
 
 
 def test_a_broken_profile_stops_the_matrix_but_not_the_others(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
 import pytest
 
 import pelton
+from pelton import _editable
+from pelton.errors import LibraryError
 
 
 def in_new_process(code: str) -> str:
@@ -37,3 +40,14 @@ def test_all_names_are_there():
 
 def test_build_info_is_the_module():
     assert pelton.build_info.version == pelton.__version__
+
+
+def test_an_editable_installation_that_cannot_write_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere/build/lock")
+
+    monkeypatch.setattr(_editable.importlib, "import_module", refuse)
+    with pytest.raises(
+        LibraryError, match=r"/elsewhere/build/lock: Permission denied\. Import it as the user"
+    ):
+        _editable.rebuild()
