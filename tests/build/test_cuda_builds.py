@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -150,7 +151,7 @@ def test_odd_surroundings_and_a_launcher_make_the_same_bytes(
     made = odd.wheel(tmp_path / "out", settings, way.within, **environ)
     assert digest(made) == digest(wheel)
     programs = {Path(line).name for line in (tmp_path / "launched").read_text().splitlines()}
-    assert {"g++", "nvcc"} <= programs
+    assert "nvcc" in programs and any(name.endswith("g++") for name in programs), programs
     content = library_of(made, tmp_path).read_bytes()
     for private in ("co's", str(tmp_path), sys.prefix, f"{Path.home()}/"):
         assert private.encode() not in content
@@ -160,7 +161,9 @@ def test_a_touched_kernel_is_one_object(project: Project, wheel: Path) -> None:
     folder = project.folder / "build" / "cuda-sm90" / "wheel"
 
     def compiled() -> list[str]:
-        said = said_by("ninja", "-C", folder, "-n", "-v")
+        # The ninja that built: another version takes its log for stale.
+        ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "ninja"
+        said = said_by(ninja, "-C", folder, "-n", "-v")
         return re.findall(r" -x cu -c (?:\S*/)?(kernels/\S+|\S+\.cu) ", said)
 
     assert compiled() == []
