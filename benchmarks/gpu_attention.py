@@ -14,13 +14,12 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from gpu_timing import median_us
 from torch import Tensor
-from triton.testing import do_bench
 
 from pelton import ops
 
@@ -114,12 +113,9 @@ def measure(case: Case, repeat: int) -> dict[str, object]:
             workspace=workspace,
         )
 
-    def median(function: Callable[[], object]) -> float:
-        return 1e3 * float(do_bench(function, warmup=20, rep=repeat, return_mode="median"))
-
     visible = sum(min(n, case.window) if case.window else n for n in lengths)
     num_bytes = 2 * visible * case.kv_heads * case.head_size * query.itemsize
-    time = median(pelton)
+    time = median_us(pelton, rep=repeat)
     row: dict[str, object] = {
         "case": case.name,
         "us": round(time, 1),
@@ -139,8 +135,9 @@ def measure(case: Case, repeat: int) -> dict[str, object]:
         want = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
         torch.testing.assert_close(out, want.squeeze(2), rtol=2e-2, atol=2e-2)
         row["sdpa_us"] = round(
-            median(
-                lambda: torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+            median_us(
+                lambda: torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True),
+                rep=repeat,
             ),
             1,
         )

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton.testing
+import triton
+from gpu_timing import graph_us, median_us
 from torch import Tensor
 
 from pelton import ops
@@ -220,27 +221,6 @@ def embeddings(dtype: torch.dtype) -> Iterator[Case]:
 
 
 GROUPS = (norms, activations, rotary, caches, embeddings)
-
-
-def median_us(call: Call) -> float:
-    return 1e3 * float(triton.testing.do_bench(call, warmup=20, rep=80, return_mode="median"))
-
-
-def graph_us(call: Call, calls: int = 20) -> float:
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(15):
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1e3 * statistics.median(times) / calls
 
 
 def measure(case: Case, ceiling: float, compile: bool) -> Result:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton.testing
+from gpu_timing import graph_us, median_us
 from torch import Tensor
 
 from pelton import ops
@@ -38,27 +38,6 @@ CASES: dict[str, dict[str, float]] = {
     "top_k_top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
     "top_k_2000_top_p": {"temperature": 0.8, "top_k": 2000, "top_p": 0.9},
 }
-
-
-def median_us(call: Callable[[], object]) -> float:
-    return 1e3 * float(triton.testing.do_bench(call, warmup=10, rep=40, return_mode="median"))
-
-
-def graph_us(call: Callable[[], object], calls: int = 20) -> float:
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(15):
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return 1e3 * sorted(times)[len(times) // 2] / calls
 
 
 def with_pelton(logits: Tensor, options: dict[str, float]) -> Callable[[], Tensor]:
@@ -131,11 +110,13 @@ def main() -> None:
                         continue
                     call = with_pelton(logits, options)
                     result: dict[str, Any] = {"case": name, "rows": rows, "vocab": vocab}
-                    result["pelton_us"] = round(median_us(call), 1)
+                    result["pelton_us"] = round(median_us(call, warmup=10, rep=40), 1)
                     result["graph_us"] = round(graph_us(call), 1)
                     result["torch_us"] = None
                     if not arguments.no_torch:
-                        result["torch_us"] = round(median_us(with_torch(logits, options)), 1)
+                        result["torch_us"] = round(
+                            median_us(with_torch(logits, options), warmup=10, rep=40), 1
+                        )
                     result["reads_us"] = round(1e6 * logits.numel() * 4 / CEILING, 1)
                     results.append(result)
                     print(
