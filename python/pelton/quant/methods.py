@@ -1,0 +1,169 @@
+"""How quantized weights are computed with: one packing a backend, and the policy which one is used.
+
+A method is a class with
+
+    pack(weight, dtype, device)   a `QuantizedWeight` in the layout of its kernel, for activations of `dtype`;
+                                  the weight lies on `device` already, and its tensors may be overwritten
+    apply(x, bias, out)           ``out = x W^T + bias``: x [T, K] contiguous; out [T, N] whose rows may be further
+                                  apart than N elements (columns of a wider buffer); bias [N] or None
+    num_bytes(N, K, groups, bits, itemsize)   of what `pack` keeps
+
+On the CPU `apply` may call operators of this package alone, because a recorded step repeats nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .canonical import QuantizedWeight, Scheme
+
+__all__ = [
+    "FORMAT_FEATURES",
+    "METHODS",
+    "Choice",
+    "DequantizedLinear",
+    "Method",
+    "Refusal",
+    "Target",
+    "choose",
+]
+
+#: the features that run a format, the one of its name first
+FORMAT_FEATURES: Mapping[str, tuple[str, ...]] = {
+    "awq": ("awq", "marlin"),
+    "gptq": ("gptq", "marlin"),
+    "compressed-tensors": ("marlin", "gptq", "awq"),
+}
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What computes: the library's backend, the GPU's compute capability, the features in it, the activations' dtype."""
+
+    backend: str  # cpu, cuda, rocm, emulation
+    features: frozenset[str]
+    dtype: str
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method (a key of `METHODS`), and why."""
+
+    method: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no method will do, and the feature that a wheel for this machine would need; "": none helps."""
+
+    reason: str
+    feature: str = ""
+
+
+def choose(target: Target, scheme: Scheme, in_features: int, out_features: int) -> Choice | Refusal:
+    """The method for a linear layer of this scheme. The first that applies:
+
+    1. None, when the build has no feature that runs the format.
+    2. On the CPU: the 4-bit kernels; 8-bit weights are dequantized when they are loaded.
+    3. None on GPUs, for activations of float32.
+    4. marlin, if the build has it: compute capability 8.0 or newer, groups of 32, 64 or 128 inputs or one, and no
+       mapping of inputs to groups of unequal sizes.
+    5. awq, if the build has it, for checkpoints of that format: 4 bit, outputs in eights, whole groups.
+    6. gptq, if the build has it: everything.
+    7. awq again, for other checkpoints that fit it.
+    """
+    on = target.features
+    runs = [feature for feature in FORMAT_FEATURES[scheme.format] if feature in on]
+    if not runs or (target.backend != "cuda" and runs == ["marlin"]):
+        usual = scheme.format if scheme.format in ("awq", "gptq") else "gptq"
+        return Refusal(f"{scheme.format} weights need the feature {usual}", usual)
+    if target.backend == "cpu":
+        if scheme.bits == 4:
+            return Choice("cpu", "4-bit kernels of the CPU")
+        return Choice("dequantize", f"there is no {scheme.bits}-bit kernel for the CPU")
+    if target.dtype not in _HALVES:
+        return Refusal(f"quantized weights run on GPUs in {' or '.join(_HALVES)}, not in {target.dtype}")
+    no_marlin = _why_not_marlin(target, scheme)
+    if not no_marlin:
+        return Choice("marlin", "fits the tensor core layout")
+    no_awq = _why_not_awq(target, scheme, in_features, out_features)
+    if scheme.format == "awq" and not no_awq:
+        return Choice("awq", f"not marlin: {no_marlin}")
+    if "gptq" in on:
+        return Choice("gptq", f"not marlin: {no_marlin}")
+    if not no_awq:
+        return Choice("awq", f"not marlin: {no_marlin}; not gptq: the build does not have it")
+    return Refusal(f"not marlin: {no_marlin}; not awq: {no_awq}", "gptq")
+
+
+def _why_not_marlin(target: Target, scheme: Scheme) -> str:
+    if target.backend not in ("cuda", "emulation"):
+        return f"it is for CUDA, and this is a build for {target.backend}"
+    if "marlin" not in target.features:
+        return "the build does not have it"
+    if target.capability is not None and target.capability < (8, 0):
+        return f"it needs compute capability 8.0, the GPU has {'.'.join(map(str, target.capability))}"
+    if scheme.group_size not in (-1, 32, 64, 128):
+        return f"it has groups of 32, 64 or 128 inputs or one, not of {scheme.group_size}"
+    if scheme.order == "any":
+        return "the mapping of inputs to groups has groups of unequal sizes"
+    return ""
+
+
+def _why_not_awq(target: Target, scheme: Scheme, in_features: int, out_features: int) -> str:
+    if "awq" not in target.features:
+        return "the build does not have it"
+    if scheme.bits != 4 or scheme.order != "none":
+        return "it has 4 bit, without a mapping of inputs to groups"
+    if out_features % 8:
+        return f"it has outputs in eights, not {out_features}"
+    if scheme.group_size != -1 and in_features % scheme.group_size:
+        return f"{in_features} inputs are no whole groups of {scheme.group_size}"
+    return ""
+
+
+class Method(Protocol):
+    """See the module's description."""
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Method: ...
+    @staticmethod
+    def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int: ...
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor: ...
+
+
+class DequantizedLinear:
+    """Weights that are dequantized when they are loaded, and then like any other: correct everywhere, not small."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features = weight.shape[0]
+        self._packs = ops.backend() == "cpu"
+        self.weight = ops.pack_linear_weight(weight) if self._packs else weight.t()
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> DequantizedLinear:
+        return cls(weight.dequantize(dtype))
+
+    @staticmethod
+    def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
+        return out_features * in_features * itemsize
+
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        if self._packs:
+            return ops.linear(x, self.weight, bias, out_features=self.out_features, out=out)
+        if bias is None:
+            return torch.mm(x, self.weight, out=out)
+        return torch.addmm(bias, x, self.weight, out=out)
+
+
+#: The methods that `choose` names. The kernels of the others add theirs.
+METHODS: Mapping[str, type[Method]] = {"dequantize": DequantizedLinear}
