@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import nox
@@ -27,11 +29,12 @@ ROOT = Path(__file__).resolve().parent
 # pelton_build decides everything; it needs the standard library alone.
 sys.path.insert(0, str(ROOT / "python"))
 
+from pelton_build import release as releases  # noqa: E402
 from pelton_build.__main__ import main as pelton_build  # noqa: E402
 from pelton_build.cmake import refuse_problems, source_digest  # noqa: E402
 from pelton_build.errors import BuildError  # noqa: E402
 from pelton_build.plan import Plan  # noqa: E402
-from pelton_build.planning import make_plan, settings_of  # noqa: E402
+from pelton_build.planning import make_plan, project_version, settings_of  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
 from pelton_build.serve import serving  # noqa: E402
 
@@ -209,6 +212,137 @@ def audit(session: nox.Session) -> None:
     if not wheels and not session.posargs:
         session.error("there is no wheel in dist/; build one first: nox -s build-<profile>")
     session.run("python", "-m", "pelton_build", "audit", *session.posargs, *wheels, env=LIBRARIES)
+
+
+@nox.session(tags=["wheels"])
+def release(session: nox.Session) -> None:
+    """Make all wheels, their index and release notes, ready to publish: -- --dry-run [--skip-unbuildable] [--tag vX.Y.Z].
+
+    Whole wheels of these very sources are kept, so an interrupted release goes on where it was. `--dry-run` is a
+    rehearsal: the commit needs no tag. Nothing is uploaded either way; .github/workflows/release.yml does that.
+    """
+    parser = argparse.ArgumentParser(prog="nox -s release --")
+    parser.add_argument("--dry-run", action="store_true", help="a rehearsal: the commit needs no tag")
+    parser.add_argument(
+        "--skip-unbuildable", action="store_true", help="leave out what this machine cannot build"
+    )
+    parser.add_argument(
+        "--tag", help="the tag that the release is made for; it has to be this source's version"
+    )
+    parser.add_argument(
+        "--index", type=Path, default=ROOT / "site", help="the published index: none of its files may change"
+    )
+    options = parser.parse_args(session.posargs)
+    work = ROOT / "build" / "release"
+    try:
+        version = project_version(ROOT, os.environ)
+        if problems := releases.tree_problems(version, options.tag, tagged=not options.dry_run):
+            session.error("; ".join(problems))
+        plans = releases.plans_of(ROOT)
+        held = releases.published(options.index)
+    except BuildError as error:
+        session.error(str(error))
+    left_out = releases.unbuildable(plans)
+    if left_out and not options.skip_unbuildable:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
+        session.error(
+            f"this machine cannot build{reasons}\ninstall what is missing, or leave them out: --skip-unbuildable"
+        )
+    made = {name: plan for name, plan in plans.items() if isinstance(plan, Plan) and name not in left_out}
+    if not made:
+        session.error("no profile can be built on this machine")
+    times = releases.Times(work / "times.json")
+    wheels = {}
+    for name, plan in made.items():
+        wheel = ROOT / "dist" / name / plan.wheel_name
+        if is_fresh(wheel, plan):
+            session.log(f"{wheel.relative_to(ROOT)} is whole and of these sources")
+        else:
+            start = time.monotonic()
+            build(session, name)
+            times.add(sha256(wheel), time.monotonic() - start)
+        wheels[name] = wheel
+    rows = [
+        releases.Row(
+            profile=name,
+            file=wheel.name,
+            size=wheel.stat().st_size,
+            sha256=sha256(wheel),
+            archs=made[name].archs,
+            seconds=times.get(sha256(wheel)),
+            tried="",
+        )
+        for name, wheel in wheels.items()
+    ]
+    if wrong := releases.contradictions(rows, held):
+        session.error("; ".join(wrong))
+    site = work / "site"
+    session.install("-q", *group("audit"))
+    session.run(
+        "python", "-m", "pelton_build", "index", *map(str, wheels.values()), "--out", str(site), env=LIBRARIES
+    )
+    rows = [
+        replace(row, tried=tried) for row, tried in zip(rows, try_wheels(session, site, made), strict=True)
+    ]
+    (work / "notes.md").write_text(releases.notes(version, rows, left_out), encoding="utf-8")
+    (work / "wheels.json").write_text(releases.as_json(rows), encoding="utf-8")
+    session.log("the wheels:\n" + releases.table(rows, left_out))
+    session.log(
+        f"the index is {site.relative_to(ROOT)}/, the release notes are {work.relative_to(ROOT)}/notes.md"
+    )
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def try_wheels(session: nox.Session, site: Path, plans: Mapping[str, Plan]) -> list[str]:
+    """Install each wheel from the index with pip and let it say what it is; what was tried, a text for each."""
+    environment = ROOT / "build" / "release" / "venv"
+    python = environment / "bin" / "python"
+    clean = {"PYTHONPATH": None, "PELTON_LIBRARY": None, "PELTON_HOST": None, "PIP_REQUIRE_VIRTUALENV": None}
+    session.run("python", "-m", "venv", "--clear", str(environment))
+    session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=clean, external=True)
+    tried = []
+    with serving(site) as url:
+        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"]))
+        local = {**clean, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+        for name, plan in plans.items():
+            wanted = ("--only-binary", plan.package, f"{plan.package}=={plan.wheel_version}")
+            place = f"{url}/p/{name}/simple/"
+            session.run(
+                str(python), "-m", "pip", "install", "-q", "--extra-index-url", place, *wanted, env=local, external=True
+            )  # fmt: skip
+            session.run(str(python), "-m", "pip", "check", env=clean, external=True)
+            with session.chdir(environment):  # so that nothing but the installed wheel can be imported
+                told = session.run(
+                    str(python), "-c", TRY_WHEEL, env=clean, external=True, silent=True, log=False
+                )
+            tried.append(str(told).strip().splitlines()[-1])
+            session.log(f"{name}: {tried[-1]}")
+    return tried
+
+
+# Prints one line. A wheel for other hardware has to say so itself, by the guard's exception and nothing worse.
+TRY_WHEEL = """
+try:
+    import torch
+    from pelton import build_info, ops
+
+    device = "cpu" if build_info.backend == "cpu" else "cuda"
+    x = torch.randn(3, 64)
+    if build_info.backend == "cpu" or torch.cuda.is_available():
+        x = x.to(device)
+    result = ops.rms_norm(x, torch.ones_like(x[0]), 1e-6)
+    torch.testing.assert_close(result, torch.nn.functional.rms_norm(x, (64,)), atol=1e-4, rtol=1e-4)
+except ImportError as error:
+    if not hasattr(error, "found"):
+        raise
+    print(f"installed; refuses this machine: {error.found}")
+else:
+    print("installed; computes")
+"""
 
 
 @nox.session(tags=["wheels"])
