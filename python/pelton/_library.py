@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["LIBRARY_NAME", "find", "load", "operators"]
+__all__ = ["LIBRARY_NAME", "find", "load", "operators", "overridden"]
 
 LIBRARY_NAME = "libpelton.so"
 
@@ -48,6 +48,11 @@ def find(override: str | None, folders: Iterable[str]) -> Path:
         f"the kernel library {LIBRARY_NAME} is not in {', '.join(map(str, searched))}: "
         "this is a source tree that was not built. Install a wheel, or build with 'pip install -e .'"
     )
+
+
+def overridden() -> bool:
+    """Whether ``PELTON_LIBRARY`` names the library, so that the build info does not describe it."""
+    return bool(os.environ.get("PELTON_LIBRARY"))
 
 
 def load() -> Path:

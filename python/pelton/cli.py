@@ -153,6 +153,7 @@ _ENGINE: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("tokenizer", str, "folder or GGUF file of the tokenizer, if it is not the model's"),
     ("device", str, "auto (what this build runs on), cpu, cuda or cuda:N"),
     ("dtype", str, "auto, float32, bfloat16 or float16"),
+    ("quantization", str, "awq, gptq, compressed-tensors or marlin: refuse the model unless it is that"),
     ("max_model_len", int, "longest prompt and answer together, in tokens"),
     ("block_size", int, "tokens in a block of the KV cache"),
     ("max_num_batched_tokens", int, "most tokens that one step computes"),

@@ -13,6 +13,7 @@ from typing import Any
 from .device import check_device_name
 from .errors import CheckpointError, InvalidValueError, UnknownOptionError, UnsupportedError, did_you_mean
 from .memory import parse_bytes
+from .quant.settings import FORMATS, QuantizationConfig, check_flag, read_quantization
 from .rope import RopeConfig, as_finite
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = (*FORMATS, "marlin")
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_HEAD_DIM = 256  # of the attention kernels
 _MAX_SIZE = 2**40
@@ -99,6 +101,7 @@ class ModelConfig:
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    quantization: QuantizationConfig | None = None
 
     @property
     def head_size(self) -> int:
@@ -125,7 +128,6 @@ class ModelConfig:
         """
         architecture = _architecture_of(config, source)
         facts = _ARCHITECTURES[architecture]
-        _refuse_what_we_lack(config, source)
         num_layers = _positive(config, "num_hidden_layers", source)
         num_heads = _positive(config, "num_attention_heads", source)
         num_kv_heads = _positive(config, "num_key_value_heads", source, num_heads)
@@ -170,6 +172,7 @@ class ModelConfig:
             bos_token_ids=_token_ids("bos_token_id", config, generation_config, source),
             eos_token_ids=_token_ids("eos_token_id", config, generation_config, source),
             dtype=_dtype(config, source),
+            quantization=_quantization(config, source),
         )
 
 
@@ -188,9 +191,10 @@ def load_model_config(model: str | Path) -> ModelConfig:
     if is_dir:
         config = read_json(path / "config.json", "Pelton reads Hugging Face folders and GGUF files")
         generation = path / "generation_config.json"
-        return ModelConfig.from_dict(
+        found = ModelConfig.from_dict(
             config, str(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
+        return dataclasses.replace(found, quantization=found.quantization or _beside(path))
     if is_file:
         from . import gguf
 
@@ -234,6 +238,8 @@ class EngineConfig:
         skip_tokenizer_init: run on token ids alone, without a tokenizer.
         device: "auto" (what the installed kernels run on), "cpu", "cuda" or a numbered GPU like "cuda:1".
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        quantization: None: as the checkpoint's config says; "awq", "gptq" or "compressed-tensors": an error unless the
+            checkpoint is of that format; "marlin": an error unless every quantized layer runs on the Marlin kernels.
         load_format: "auto" reads the checkpoint; "dummy" fills the weights with random numbers and needs no more than
             config.json, for measuring.
         max_model_len: longest sequence, prompt and output together; None: the checkpoint's.
@@ -259,6 +265,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     load_format: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -296,6 +303,11 @@ class EngineConfig:
             allowed = ", ".join(("auto", *DTYPES))
             raise InvalidValueError(
                 f"dtype {self.dtype!r} is none of {allowed}{did_you_mean(self.dtype, DTYPES)}"
+            )
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            hint = did_you_mean(str(self.quantization), QUANTIZATIONS)
+            raise InvalidValueError(
+                f"quantization {self.quantization!r} is none of {', '.join(QUANTIZATIONS)}{hint}"
             )
         if self.load_format not in LOAD_FORMATS:
             hint = did_you_mean(str(self.load_format), LOAD_FORMATS)
@@ -356,8 +368,9 @@ class EngineConfig:
         """The config with everything set that depends on the model (`max_model_len`, `dtype` when it is known).
 
         Raises:
-            InvalidValueError: max_model_len is more than the checkpoint allows.
+            InvalidValueError: max_model_len is more than the checkpoint allows, or quantization contradicts it.
         """
+        check_flag(self.quantization, model_config.quantization, self.model)
         limit = model_config.max_model_len
         if self.max_model_len is not None and self.max_model_len > limit:
             raise InvalidValueError(
@@ -392,16 +405,18 @@ def _architecture_of(config: Mapping[str, Any], source: str) -> str:
     )
 
 
-def _refuse_what_we_lack(config: Mapping[str, Any], source: str) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = (
-            quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        )
-        raise UnsupportedError(
-            f"{source}: weights quantized with {method!r} are not supported; Pelton reads float32, bfloat16 and "
-            "float16 safetensors, and quantized GGUF files"
-        )
+def _quantization(config: Mapping[str, Any], source: str) -> QuantizationConfig | None:
+    # older versions of llm-compressor wrote compression_config
+    values = config.get("quantization_config") or config.get("compression_config")
+    return read_quantization(values, source) if values else None
+
+
+def _beside(folder: Path) -> QuantizationConfig | None:
+    """The quantization settings that older tools wrote to a file of their own."""
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).is_file():
+            return read_quantization({"quant_method": method} | read_json(folder / name), str(folder / name))
+    return None
 
 
 def _positive(config: Mapping[str, Any], key: str, source: str, default: int | None = None) -> int:

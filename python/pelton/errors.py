@@ -14,6 +14,7 @@ __all__ = [
     "HardwareMismatch",
     "InvalidValueError",
     "LibraryError",
+    "MissingFeature",
     "ModelOutputError",
     "PeltonError",
     "PromptError",
@@ -46,6 +47,21 @@ class CapacityError(InvalidValueError):
 
 class UnsupportedError(PeltonError, ValueError):
     """A model architecture or feature that Pelton does not implement."""
+
+
+class MissingFeature(UnsupportedError):
+    """The installed build lacks a feature that the model needs: which one, its profile, and the command that helps."""
+
+    def __init__(self, what: str, *, feature: str, profile: str, install: str) -> None:
+        super().__init__(f"{what}. What helps: {install}")
+        self.what, self.feature, self.profile, self.install = what, feature, profile, install
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _missing_feature, (self.what, self.feature, self.profile, self.install)
+
+
+def _missing_feature(what: str, feature: str, profile: str, install: str) -> MissingFeature:
+    return MissingFeature(what, feature=feature, profile=profile, install=install)
 
 
 class CheckpointError(PeltonError, ValueError):

@@ -50,6 +50,7 @@ __all__ = [
     "check_gpu",
     "describe",
     "find_mismatch",
+    "index_address",
     "numbers",
     "this_machine",
     "uncovered_gpus",
@@ -148,6 +149,11 @@ def check() -> None:
             ", ".join(info["archs"]),
             _hiding(info, machine, os.environ),
         )
+
+
+def index_address() -> str:
+    """The address that `PELTON_INDEX` gives to commands that install; "" when it is not set."""
+    return os.environ.get("PELTON_INDEX", "")
 
 
 def check_gpu(index: int) -> None:

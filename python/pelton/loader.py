@@ -18,7 +18,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_DTYPES = _FLOATS | {"I32": torch.int32, "I64": torch.int64}
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _MAX_HEADER = 100_000_000  # the format's own limit
 _CHUNK = 8 << 20
@@ -67,7 +68,7 @@ class CheckpointTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     def load(self, *, out: Tensor, first_row: int = 0) -> Any:
-        """Read as many rows as `out` has, from `first_row` on (any float dtype)."""
+        """Read as many rows as `out` has, from `first_row` on (any float dtype; integers as they are)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class SafetensorsTensor:
     def dtype(self) -> torch.dtype:
         if self.dtype_name not in _DTYPES:
             raise UnsupportedError(
-                f"{self.path}: {self.name!r} is of type {self.dtype_name}; Pelton reads {', '.join(_DTYPES)}"
+                f"{self.path}: {self.name!r} is of type {self.dtype_name}; Pelton reads {', '.join(_FLOATS)}"
             )
         return _DTYPES[self.dtype_name]
 
@@ -133,13 +134,16 @@ class DummyTensor:
 
     name: str
     shape: tuple[int, ...]
+    fill: Callable[[Tensor, torch.Generator], None] | None = None
 
     def load(self, *, out: Tensor, first_row: int = 0) -> None:
-        if len(self.shape) == 1:
-            out.fill_(1.0)
-            return
         generator = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self.name} {first_row}".encode()))
-        out.normal_(0.0, 0.02, generator=generator)
+        if self.fill is not None:
+            self.fill(out, generator)
+        elif len(self.shape) == 1:
+            out.fill_(1.0)
+        else:
+            out.normal_(0.0, 0.02, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,12 @@ class Checkpoint:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype that most elements are stored in (float32 for quantized files)."""
+        """The dtype that most elements are stored in, quantized ones aside (float32 for GGUF files)."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors.values():
             dtype = tensor.dtype if isinstance(tensor, SafetensorsTensor) else torch.float32
-            counts[str(dtype).removeprefix("torch.")] += math.prod(tensor.shape)
+            if dtype.is_floating_point:
+                counts[str(dtype).removeprefix("torch.")] += math.prod(tensor.shape)
         most = counts.most_common(1)[0][0] if counts else "float32"
         return "float32" if most == "float64" else most
 
@@ -163,7 +168,7 @@ class Checkpoint:
 def dummy_checkpoint(model: str | Path, weights: Mapping[str, Weight]) -> Checkpoint:
     """A checkpoint for these places that holds random numbers; no file but config.json is needed."""
     return Checkpoint(
-        Path(model), {name: DummyTensor(name, weight.shape) for name, weight in weights.items()}
+        Path(model), {name: DummyTensor(name, weight.shape, weight.fill) for name, weight in weights.items()}
     )
 
 
@@ -315,7 +320,8 @@ def load_weights(
     progress: Progress | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Read every tensor of the checkpoint into its place, one after the other.
+    """Read every tensor of the checkpoint into its place, one after the other: the order of the file, but what has
+    to be checked comes first, and what makes one weight together.
 
     `weights` are the model's, by Hugging Face name. Names, shapes and types are checked first, before memory is
     taken. `tied` says that lm_head may be missing: `weights` then has no place for it unless the checkpoint has it.
@@ -333,14 +339,20 @@ def load_weights(
     if progress:
         progress(0, total)
     uploader = None if device is None or device.type == "cpu" else _Uploader(device)
-    for name, source in sources.items():
-        through = (
-            source if uploader is None or isinstance(source, DummyTensor) else _Uploaded(source, uploader)
-        )
-        weights[name].load(through)
+    for name in _reading_order(list(sources), weights):
+        source, weight = sources[name], weights[name]
+        direct = uploader is None or weight.early or isinstance(source, DummyTensor)
+        weight.load(source if direct or uploader is None else _Uploaded(source, uploader))
         done += math.prod(source.shape)
         if progress:
             progress(done, total)
+
+
+def _reading_order(names: Sequence[str], weights: Mapping[str, Weight]) -> list[str]:
+    place: dict[object, int] = {}
+    for index, name in enumerate(names):
+        place.setdefault(weights[name].owner or name, index)
+    return sorted(names, key=lambda name: (not weights[name].early, place[weights[name].owner or name]))
 
 
 class _Uploader:
@@ -385,6 +397,11 @@ class _Uploaded:
     def shape(self) -> tuple[int, ...]:
         return self.source.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is stored in."""
+        return self.source.dtype if isinstance(self.source, SafetensorsTensor) else torch.float32
+
     def load(self, *, out: Tensor, first_row: int = 0) -> None:
         self.uploader.send(self.source, out, first_row)
 
@@ -406,12 +423,19 @@ def _checked(checkpoint: Checkpoint, weights: Mapping[str, Weight]) -> Iterator[
             continue
         if tuple(source.shape) != weights[name].shape:
             raise CheckpointError(
-                f"{checkpoint.path}: {name!r} has the shape {list(source.shape)}, the config asks for "
-                f"{list(weights[name].shape)}"
+                f"{_file_of(source, checkpoint)}: {name!r} has the shape {list(source.shape)}, {weights[name].asked_by} "
+                f"asks for {list(weights[name].shape)}"
             )
-        if isinstance(source, SafetensorsTensor):
-            _ = source.dtype  # refuses types that are not read
+        if isinstance(source, SafetensorsTensor) and source.dtype not in weights[name].dtypes:
+            expected = ", ".join(tag for tag, dtype in _DTYPES.items() if dtype in weights[name].dtypes)
+            raise UnsupportedError(
+                f"{source.path}: {name!r} is of type {source.dtype_name}; Pelton reads {expected}"
+            )
         yield name, source
+
+
+def _file_of(source: CheckpointTensor, checkpoint: Checkpoint) -> Path:
+    return source.path if isinstance(source, SafetensorsTensor) else checkpoint.path
 
 
 def _warn_if_untied(checkpoint: Checkpoint) -> None:

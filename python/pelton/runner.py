@@ -34,6 +34,8 @@ from .layers import Place, Step, Workspace
 from .loader import Checkpoint, check_num_layers, dummy_checkpoint, load_weights, open_checkpoint
 from .memory import GpuMemory, KvCachePlan, available_memory, format_bytes, plan_gpu_kv_cache, plan_kv_cache
 from .models import build_model
+from .quant.checkpoint import Quantization, built_features, check_unquantized
+from .quant.methods import Target
 
 if TYPE_CHECKING:
     from .layers import Weight
@@ -200,11 +202,15 @@ class Runner:
         else:
             plan_kv_cache(available=available, **sizes)
         tied = model_config.tie_word_embeddings and not (
-            checkpoint is not None and "lm_head.weight" in checkpoint.tensors
+            checkpoint is not None and any(name.startswith("lm_head.") for name in checkpoint.tensors)
         )
-        self.model = build_model(model_config, Place(self.dtype, self.device), max_model_len, tied=tied)
+        place = Place(self.dtype, self.device, self._quantization(config, checkpoint))
+        self.model = build_model(model_config, place, max_model_len, tied=tied)
         weights = self.model.weights()
-        weight_bytes = sum(math.prod(weight.shape) for weight in weights.values()) * self.dtype.itemsize
+        weight_bytes = sum(
+            math.prod(weight.shape) * self.dtype.itemsize if weight.num_bytes is None else weight.num_bytes
+            for weight in weights.values()
+        )
         if memory:
             memory = dataclasses.replace(memory, weights=weight_bytes)
             self.kv_plan: KvCachePlan = plan_on_gpu(memory)  # more than there will be in the end
@@ -231,6 +237,17 @@ class Runner:
             format_bytes(self.kv_plan.num_bytes),
             self.kv_plan.reason,
         )
+
+    def _quantization(self, config: EngineConfig, checkpoint: Checkpoint | None) -> Quantization | None:
+        found = self.model_config.quantization
+        if found is None:
+            if checkpoint:
+                check_unquantized(checkpoint.tensors, str(checkpoint.path))
+            return None
+        capability = torch.cuda.get_device_capability(self.device) if self.on_gpu else None
+        dtype = str(self.dtype).removeprefix("torch.")
+        target = Target(ops.backend(), built_features(), dtype, capability)
+        return Quantization(found, checkpoint.tensors if checkpoint else None, target, config.quantization)
 
     @property
     def runs_ahead(self) -> bool:

@@ -119,7 +119,7 @@ def test_what_a_config_means(changes: dict[str, Any], expected: dict[str, Any]) 
             "GPT2LMHeadModel is not supported.*LlamaFor",
         ),
         ({"architectures": []}, UnsupportedError, "model_type None is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedError, "quantized with 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, "quantized with 'fp8'"),
         ({"hidden_act": "relu"}, UnsupportedError, "'relu' is not supported; Pelton has silu"),
         ({"dtype": "float8_e4m3fn"}, UnsupportedError, "float8_e4m3fn"),
         ({"rope_scaling": {"type": "spiral"}}, UnsupportedError, "'spiral'"),

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..layers.linear import PlainLinear
 from .canonical import QuantizedWeight, Scheme
 
 __all__ = [
@@ -141,13 +141,8 @@ class Method(Protocol):
     def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor: ...
 
 
-class DequantizedLinear:
+class DequantizedLinear(PlainLinear):
     """Weights that are dequantized when they are loaded, and then like any other: correct everywhere, not small."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.out_features = weight.shape[0]
-        self._packs = ops.backend() == "cpu"
-        self.weight = ops.pack_linear_weight(weight) if self._packs else weight.t()
 
     @classmethod
     def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> DequantizedLinear:
@@ -156,13 +151,6 @@ class DequantizedLinear:
     @staticmethod
     def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
         return out_features * in_features * itemsize
-
-    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        if self._packs:
-            return ops.linear(x, self.weight, bias, out_features=self.out_features, out=out)
-        if bias is None:
-            return torch.mm(x, self.weight, out=out)
-        return torch.addmm(bias, x, self.weight, out=out)
 
 
 #: The methods that `choose` names. The kernels of the others add theirs.
