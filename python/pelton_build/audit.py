@@ -502,12 +502,23 @@ def check_isa(wheel: OpenedWheel) -> Iterator[Finding]:
         is_host = PurePosixPath(binary.name).name.startswith(HOST_MODULE)
         levels = ["x86-64"] if is_host or wheel.claims.backend != "cpu" else list(wheel.claims.archs)
         used = cpu_features(binary.code)
-        yield from _judge_isa(binary.name, used, levels)
+        asked = () if is_host else wheel.claims.run_time
+        yield from _judge_isa(binary.name, used, levels, asked)
 
 
-def _judge_isa(name: str, used: Mapping[str, tuple[int, str]], levels: Sequence[str]) -> Iterator[Finding]:
-    allowed = allowed_features(levels)
-    needed = f"{' and '.join(levels)} at most"
+def _judge_isa(
+    name: str, used: Mapping[str, tuple[int, str]], levels: Sequence[str], asked: Sequence[str]
+) -> Iterator[Finding]:
+    """`asked`: what the plan says is run only after asking the CPU."""
+    allowed = allowed_features(levels) | set(asked)
+    needed = f"{' and '.join(levels)} at most" + (
+        f", and behind a question to the CPU {', '.join(asked)}" if asked else ""
+    )
+    for feature in asked:
+        if feature not in used:
+            yield Finding(
+                "isa", name, f"no instruction of {feature}", "it, as the plan says that some code asks for it"
+            )
     for feature, (count, example) in sorted(used.items()):
         if feature not in allowed:
             yield Finding("isa", name, f"{count} instructions of {feature}, first {example}", needed)

@@ -126,6 +126,8 @@ class Claims:
     size_budget: int  # bytes
     sources: tuple[PlannedSource, ...]
     local_memory: tuple[Allowance, ...]
+    run_time: tuple[str, ...]
+    """CPU instructions that the library runs only after asking the CPU."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any], where: str, library: str) -> Claims:
@@ -155,6 +157,7 @@ class Claims:
                 Allowance(str(a["family"]), str(a["kernel"]), tuple(map(str, a["archs"])), int(a["bytes"]))
                 for a in plan.get("local_memory", [])
             )
+            run_time = tuple(map(str, plan.get("run_time", [])))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise AuditError(f"{where}: key 'plan' is not a plan of this build ({error!r})") from None
         return cls(
@@ -170,6 +173,7 @@ class Claims:
             size_budget=get("size_budget", int),
             sources=sources,
             local_memory=allowances,
+            run_time=run_time,
         )
 
 

@@ -32,9 +32,11 @@ def can_give(name: str, backend: Backend, table: KernelTable) -> str:
     if backend not in entry.backends:
         owners = " and ".join(entry.backends) or "no backend"
         return f"it is a feature of {owners}, and the profile's backend is {backend}"
+    if entry.definitions and any(backend in family.device for family in table.families):
+        return ""
     for family in table.families:
         for source in (*family.op, *family.device.get(backend, ())):
-            if name in (family.feature, source.feature) and backend in family.device:
+            if name in (*family.features, *source.features) and backend in family.device:
                 return ""
     return f"no family of kernels.toml implements it for backend {backend} yet"
 

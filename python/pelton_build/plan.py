@@ -240,6 +240,8 @@ class Plan:
     """Wheel-variant properties: namespace, key, values."""
     local_memory: tuple[LocalMemory, ...] = ()
     """The GPU kernels that may use local memory; the audit allows it to no other."""
+    run_time: tuple[str, ...] = ()
+    """CPU instructions beyond the archs that are run only after asking the CPU; the audit allows them."""
     notes: tuple[str, ...] = ()
     """What a user should know: variables that are not used, and the like."""
     problems: tuple[str, ...] = ()
@@ -301,6 +303,7 @@ class Plan:
                 for source in self.sources
             ],
             "local_memory": [dataclasses.asdict(allowance) for allowance in self.local_memory],
+            "run_time": list(self.run_time),
             "excluded": [dataclasses.asdict(source) for source in self.excluded],
             "tools": {tool.kind: f"{tool.name} {tool.version}" for tool in self.tools},
             "torch_headers": self.torch.version,

@@ -124,6 +124,17 @@ def resolve(
             if not allowance.archs or set(allowance.archs) & set(profile.target.arch)
             if any(source.family == family.name and source.role == "gpu" for source in included)
         ),
+        run_time=tuple(
+            sorted(
+                {
+                    name
+                    for family in table.families
+                    for arch in profile.target.arch
+                    for name in family.run_time.get(arch, ())
+                    if any(source.family == family.name and source.role == "cpu" for source in included)
+                }
+            )
+        ),
         notes=tuple(notes),
         problems=tuple(problems),
     )
@@ -312,7 +323,7 @@ def _sources(
             if why:
                 excluded.append(ExcludedSource(source.path, family.name, role, why))
             else:
-                included.append(_planned(source, role, family, profile, table, has))
+                included.append(_planned(source, role, family, profile, table, has, on))
         for other, sources in family.device.items():
             if other != backend:
                 other_role: Role = "cpu" if other == "cpu" else "gpu"
@@ -341,7 +352,7 @@ def _holes(table: KernelTable, features: tuple[Feature, ...], backend: Backend) 
         family.name
         for family in table.families
         if not (family.supports or backend in family.device or backend in family.instead)
-        and (not family.feature or family.feature in on)
+        and not _off(family.features, on)
     ]
     if not names:
         return []
@@ -369,12 +380,23 @@ def _of(family: Family, backend: Backend) -> list[tuple[Role, Source]]:
 
 
 def _family_out(family: Family, backend: Backend, on: set[str]) -> str:
-    if family.feature and family.feature not in on:
-        return f"feature {family.feature} is off"
+    if reason := _off(family.features, on):
+        return reason
     if not family.supports and backend not in family.device:
         instead = family.instead.get(backend)
         return f"not needed for {backend}: {instead}" if instead else f"no {backend} source in kernels.toml"
     return ""
+
+
+def _off(features: tuple[str, ...], on: set[str]) -> str:
+    """Why none of the features that could bring something does; empty when one does, or none is needed."""
+    if not features or on.intersection(features):
+        return ""
+    return (
+        f"feature {features[0]} is off"
+        if len(features) == 1
+        else f"features {' and '.join(features)} are off"
+    )
 
 
 def _has(arch: str, table: KernelTable) -> str:
@@ -385,8 +407,8 @@ def _has(arch: str, table: KernelTable) -> str:
 
 
 def _source_out(source: Source, role: Role, profile: Profile, on: set[str], tools: list[Tool]) -> str:
-    if source.feature and source.feature not in on:
-        return f"feature {source.feature} is off"
+    if reason := _off(source.features, on):
+        return reason
     if source.backends and profile.target.backend not in source.backends:
         return f"for backend {' and '.join(source.backends)}, and this plan is for {profile.target.backend}"
     if source.archs and not set(source.archs) & set(profile.target.arch):
@@ -405,6 +427,7 @@ def _planned(
     profile: Profile,
     table: KernelTable,
     has: list[str],
+    on: set[str],
 ) -> PlannedSource:
     library, archs, flags = table.library, tuple[str, ...](), tuple[str, ...]()
     definitions: tuple[str, ...] = (*family.definitions, *source.definitions)
@@ -430,7 +453,10 @@ def _planned(
     if role in ("op", "gpu"):
         words = {"cpu": (), "cuda": ("GPU",), "rocm": ("GPU", "ROCM")}[profile.target.backend]
         definitions = (*definitions, *(f"{library.name.upper()}_{word}=1" for word in words), *has)
-    brought = ", ".join(dict.fromkeys(filter(None, (family.feature, source.feature))))
+    if role in ("cpu", "gpu"):
+        brings = [entry for name, entry in table.features.items() if name in on]
+        definitions = (*definitions, *(d for entry in brings for d in entry.definitions))
+    brought = ", ".join(name for name in dict.fromkeys((*family.features, *source.features)) if name in on)
     if brought:
         why += f", feature {brought}"
     return PlannedSource(

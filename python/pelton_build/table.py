@@ -13,10 +13,11 @@
     summary = "..."
     backends = ["cuda"]             # backends that can give it
     environment = "PELTON_ENABLE_MARLIN"
+    definitions = ["..."]           # for all device code of a build that has it
 
     [family.norm]
     summary = "RMS normalization"
-    feature = "..."                 # only when a feature brings the family
+    feature = "..."                 # only when a feature brings the family; a list: when any of them does
     op = ["norm/op.cpp"]            # operators: host compiler, torch's headers, no ISA flags;
                                     # { path = "...", backends = ["cpu"] } for those of some backends only
     cpu = ["norm/cpu.cpp"]          # device code of each backend
@@ -24,6 +25,8 @@
     rocm = ["norm/gpu.cu"]
     host = ["host/module.cpp"]      # Python extension, built once for each host Python
     definitions = ["..."]           # for all sources of the family
+    # CPU instructions beyond target.arch that the family runs only after it has asked the CPU; iced-x86's names
+    run-time = { x86-64-v4 = ["AVX512_VNNI"] }
     support = true                  # the others need it; it is nothing by itself
     # GPU kernels that may spill registers; archs: when only some need it
     local-memory = [{ kernel = "decode_kernel", archs = ["sm_80"], bytes = 64, reason = "..." }]
@@ -104,6 +107,8 @@ class FeatureEntry:
     backends: tuple[Backend, ...]
     environment: str
     """Name of the environment variable that switches it; empty for none."""
+    definitions: tuple[str, ...] = ()
+    """What all device code of a build with it is compiled with."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,8 @@ class Source:
     toolkit: VersionRange = field(default_factory=VersionRange)
     """Versions of the backend's toolkit (of the host compiler, for the CPU) that can compile it."""
     definitions: tuple[str, ...] = ()
-    feature: str = ""
-    """The feature that brings this file, besides that of the family."""
+    features: tuple[str, ...] = ()
+    """The features of which any brings this file, besides those of the family; empty: it needs none."""
     backends: tuple[Backend, ...] = ()
     """The only backends it is for; empty for all (device code: for that of its list)."""
 
@@ -128,7 +133,8 @@ class Family:
 
     name: str
     summary: str
-    feature: str
+    features: tuple[str, ...]
+    """The features of which any brings the family; empty: it needs none."""
     op: tuple[Source, ...]
     host: tuple[Source, ...]
     device: Mapping[Backend, tuple[Source, ...]]
@@ -138,6 +144,8 @@ class Family:
     """What does the family's work on a backend that it has no source for."""
     local_memory: tuple[LocalMemory, ...] = ()
     """The GPU kernels that may use local memory."""
+    run_time: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By CPU arch: the instructions beyond it that the family's code runs only after asking the CPU."""
 
     @property
     def supports(self) -> bool:
@@ -280,7 +288,7 @@ def _variable(name: str, where: str) -> str:
 
 def _feature(name: str, entry: object) -> FeatureEntry:
     where = f"feature.{name}"
-    _only(entry, where, ("summary", "backends", "environment"))
+    _only(entry, where, ("summary", "backends", "environment", "definitions"))
     entry = cast("dict[str, Any]", entry)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name, re.ASCII):
         raise TableError(
@@ -294,6 +302,7 @@ def _feature(name: str, entry: object) -> FeatureEntry:
         _text(entry, where, "summary", ""),
         backends,
         _variable(variable, where) if (variable := _text(entry, where, "environment", "")) else "",
+        _texts(entry, where, "definitions"),
     )
 
 
@@ -309,15 +318,15 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
         "support",
         "instead",
         "local-memory",
+        "run-time",
     )
     _only(entry, where, known)
     entry = cast("dict[str, Any]", entry)
-    feature = _known_feature(entry, where, features)
     device = {backend: _sources(entry, where, backend, features) for backend in BACKENDS if backend in entry}
     family = Family(
         name=name,
         summary=_text(entry, where, "summary", ""),
-        feature=feature,
+        features=_known_features(entry, where, features),
         op=_sources(entry, where, "op", features),
         host=_sources(entry, where, "host", features),
         device=cast("Mapping[Backend, tuple[Source, ...]]", device),
@@ -325,6 +334,7 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
         support=_flag(entry, where, "support"),
         instead=_instead(entry, where),
         local_memory=_local_memory(entry, name),
+        run_time=_run_time(entry, where),
     )
     if not (family.op or family.host or family.device):
         raise TableError(f"{FILE}: {where}: has no source")
@@ -348,6 +358,28 @@ def _instead(entry: Mapping[str, Any], where: str) -> Mapping[Backend, str]:
                 f"{FILE}: {where}.instead.{backend}: the family has {backend} sources; remove one of the two"
             )
     return cast("Mapping[Backend, str]", table)
+
+
+def _run_time(entry: Mapping[str, Any], where: str) -> Mapping[str, tuple[str, ...]]:
+    table = entry.get("run-time", {})
+    at = f"{where}.run-time"
+    if not isinstance(table, dict):
+        raise TableError(f"{FILE}: {at}: expected {{ ARCH = [INSTRUCTIONS, ...] }}, found {table!r}")
+    if table and "cpu" not in entry:
+        raise TableError(f"{FILE}: {at}: the family has no cpu source that could ask the CPU")
+    made = {}
+    for arch in table:
+        try:
+            check_archs("cpu", [arch])
+        except ArchError as error:
+            raise TableError(f"{FILE}: {at}: {error}") from None
+        made[arch] = _texts(table, at, arch)
+        for name in made[arch]:
+            if not re.fullmatch(r"[A-Z][A-Z0-9_]*", name, re.ASCII):
+                raise TableError(
+                    f"{FILE}: {at}.{arch}: {name!r} is no name of instructions: iced-x86's, such as 'AVX512_VNNI'"
+                )
+    return made
 
 
 def _local_memory(entry: Mapping[str, Any], family: str) -> tuple[LocalMemory, ...]:
@@ -386,13 +418,23 @@ def _backends(entry: Mapping[str, Any], where: str) -> tuple[Backend, ...]:
     return cast("tuple[Backend, ...]", backends)
 
 
-def _known_feature(entry: Mapping[str, Any], where: str, features: Mapping[str, FeatureEntry]) -> str:
-    feature = _text(entry, where, "feature", "")
-    if feature and feature not in features:
-        raise TableError(
-            f"{FILE}: {where}.feature: unknown feature {feature!r}{did_you_mean(feature, features)}"
-        )
-    return feature
+def _known_features(
+    entry: Mapping[str, Any], where: str, features: Mapping[str, FeatureEntry]
+) -> tuple[str, ...]:
+    value = entry.get("feature", [])
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise TableError(f"{FILE}: {where}.feature: expected a feature or a list of them, found {value!r}")
+    if "feature" in entry and not names:
+        raise TableError(f"{FILE}: {where}.feature: lists no feature; leave the key out")
+    for index, name in enumerate(names):
+        if name not in features:
+            raise TableError(
+                f"{FILE}: {where}.feature: unknown feature {name!r}{did_you_mean(name, features)}"
+            )
+        if name in names[:index]:
+            raise TableError(f"{FILE}: {where}.feature: {name!r} is listed twice")
+    return tuple(names)
 
 
 def _sources(
@@ -438,7 +480,7 @@ def _sources(
                 archs,
                 _range(item, at, "toolkit"),
                 _texts(item, at, "definitions"),
-                _known_feature(item, at, features),
+                _known_features(item, at, features),
                 backends,
             )
         )

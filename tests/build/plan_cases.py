@@ -70,8 +70,12 @@ summary = "four bits on tensor cores"
 backends = ["cuda"]
 environment = "PELTON_ENABLE_MARLIN"
 
+[feature.gptq]
+backends = ["cpu", "cuda"]
+
 [feature.fast-math]
 backends = ["cuda", "rocm"]
+definitions = ["LIB_FAST_MATH=1"]
 environment = "USE_FAST_MATH"
 
 [family.common]
@@ -96,6 +100,13 @@ definitions = ["AWQ=1"]
 op = ["awq/op.cpp"]
 cpu = ["awq/cpu.cpp"]
 cuda = ["awq/gpu.cu"]
+
+[family.four-bit]
+feature = ["awq", "gptq"]
+op = [{ path = "quant/cpu/op.cpp", backends = ["cpu"] }]
+cpu = ["quant/cpu/cpu.cpp"]
+run-time = { x86-64-v3 = ["AVX_VNNI"], x86-64-v4 = ["AVX512_VNNI"] }
+instead = { cuda = "awq and marlin do it" }
 
 [family.marlin]
 feature = "marlin"

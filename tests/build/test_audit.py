@@ -78,6 +78,15 @@ def with_stack_flags(flags: int | None) -> WheelParts:
     return GOOD.but(files={LIBRARY_NAME: bytes(data)})
 
 
+def asking(instruction: str, *allowed: str) -> WheelParts:
+    """A wheel for AVX-512 with an instruction, and a plan that allows some behind a question to the CPU."""
+    parts = labelled("cpu-avx512", "cpu.avx512", archs=("x86-64-v4",))
+    source = LIBRARY_512 + f'void f(void) {{ __asm__ volatile("{instruction}"); }}'
+    library = shared_object(source, "-march=x86-64-v4", "-mprefer-vector-width=512")
+    made = parts.with_info(plan={**parts.info["plan"], "run_time": list(allowed)})
+    return made.but(files={LIBRARY_NAME: library})
+
+
 def with_bill(**changes: Any) -> WheelParts:
     return GOOD.but(files={BILL: bill(GOOD.info, **changes)})
 
@@ -276,6 +285,10 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "an extension that is in no level": (
         lambda: spoiled_library(source=LIBRARY + 'void f(void) { __asm__ volatile("vaesenc %xmm0, %xmm0, %xmm0"); }'), "isa", LIBRARY_NAME, "AES"),
     "a library below the level that it names": (lambda: spoiled_library(march="x86-64", source="int f(int x) { return x + 1; }"), "isa", LIBRARY_NAME, "no instruction of x86-64-v3"),
+    "an extension that the plan does not have for this arch": (
+        lambda: asking("vpdpbusd %zmm1, %zmm2, %zmm3", "AVX_VNNI"), "isa", LIBRARY_NAME, "AVX512_VNNI"),
+    "no instruction of what the plan says that is asked for": (
+        lambda: asking("nop", "AVX512_VNNI"), "isa", LIBRARY_NAME, "no instruction of AVX512_VNNI"),
     "AVX before the guard": (
         lambda: GOOD.but(files={HOST_NAME: shared_object(HOST + LIBRARY, "-march=x86-64-v3")}), "isa", HOST_NAME, "AVX"),
     "POPCNT before the guard": (
@@ -340,6 +353,11 @@ def test_good_wheel_passes(tmp_path: Path) -> None:
 def test_good_avx512_wheel_passes(tmp_path: Path) -> None:
     parts = labelled("cpu-avx512", "cpu.avx512", archs=("x86-64-v4",))
     assert audit_wheel(make_wheel(tmp_path, parts)).findings == ()
+
+
+def test_instructions_that_the_plan_allows_behind_a_question(tmp_path: Path) -> None:
+    parts = asking("vpdpbusd %zmm1, %zmm2, %zmm3", "AVX512_VNNI")
+    assert audit_wheel(make_wheel(tmp_path, parts), only={"isa"}).findings == ()
 
 
 def test_paths_that_are_nobodys_are_allowed(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "name"),
     [
+        ("quant/marlin/gpu.cu", "quant/marlin/gpu.hip"),
         ("norm/gpu.cu", "norm/gpu.hip"),
         ("common/gpu.cuh", "common/gpu.cuh"),
         ("common/gpu.h", "common/gpu.h"),
@@ -178,6 +179,11 @@ cpu = ["norm/cpu.cpp"]
 cuda = ["norm/gpu.cu"]
 rocm = ["norm/amd.cu"]
 
+[family.gptq]
+op = ["quant/gptq/op.cpp"]
+cuda = ["quant/gptq/gpu.cu"]
+rocm = ["quant/gptq/gpu.cu"]
+
 [family.attention]
 op = ["attention/op.cpp"]
 cuda = ["attention/gpu.cu", { path = "attention/gpu_sm90.cu", archs = ["sm_90a"] }]
@@ -191,8 +197,8 @@ instead.cuda = "torch"
 
 def test_emulated_are_the_gpu_sources_without_arch() -> None:
     sources = emulated_sources(parse_table(TABLE))
-    assert sources.gpu == ("gpu.cu", "norm/amd.cu", "attention/gpu.cu")
-    assert sources.op == ("op.cpp", "norm/op.cpp", "attention/op.cpp")
+    assert sources.gpu == ("gpu.cu", "norm/amd.cu", "quant/gptq/gpu.cu", "attention/gpu.cu")
+    assert sources.op == ("op.cpp", "norm/op.cpp", "quant/gptq/op.cpp", "attention/op.cpp")
     assert [text.partition(" (")[0] for text in sources.left_out] == [
         "attention/gpu_sm90.cu",
         "family linear",
@@ -204,4 +210,6 @@ def test_every_gpu_family_is_emulated() -> None:
     sources = emulated_sources(table)
     for family in table.families:
         if family.device.get("cuda") or family.device.get("rocm"):
-            assert any(path.startswith(f"{family.name}/") for path in sources.gpu), family.name
+            device = family.device.get("rocm") or family.device["cuda"]
+            portable = {source.path for source in device if not source.archs}
+            assert portable and portable <= set(sources.gpu), family.name

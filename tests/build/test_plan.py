@@ -40,7 +40,12 @@ def test_wheel_tells_nothing_of_the_machine() -> None:
     public = json.dumps(plan_for(CPU, toolchain=FULL).public())
     for private in ("/usr", "/env", "cores", "free", "PATH"):
         assert private not in public
-    assert json.loads(public)["features"] == {"awq": False, "marlin": False, "fast-math": False}
+    assert json.loads(public)["features"] == {
+        "awq": False,
+        "fast-math": False,
+        "gptq": False,
+        "marlin": False,
+    }
 
 
 @pytest.mark.parametrize(

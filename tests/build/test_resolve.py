@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,8 @@ def refusal(
                 "sampling/cpu.cpp": ("cpu", "CXX"),
                 "awq/op.cpp": ("op", "CXX"),
                 "awq/cpu.cpp": ("cpu", "CXX"),
+                "quant/cpu/op.cpp": ("op", "CXX"),
+                "quant/cpu/cpu.cpp": ("cpu", "CXX"),
                 "host/module.cpp": ("host", "CXX"),
             },
         ),
@@ -118,6 +121,8 @@ def test_every_source_is_in_or_out_with_a_reason() -> None:
     [
         (CPU, "norm/gpu.cu", "for backend cuda, and this plan is for cpu"),
         (CPU, "awq/cpu.cpp", "feature awq is off"),
+        (CPU, "quant/cpu/cpu.cpp", "features awq and gptq are off"),
+        (CUDA + FEATURES.format("true", "true"), "quant/cpu/op.cpp", "not needed for cuda: awq and marlin do it"),
         (CPU + FEATURES.format("false", "false"), "marlin/gpu.cu", "for backend cuda, and this plan is for cpu"),
         (CUDA, "sampling/op.cpp", "not needed for cuda: torch does it"),
         (CUDA, "common/graph.cpp", "for backend cpu, and this plan is for cuda"),
@@ -129,6 +134,53 @@ def test_every_source_is_in_or_out_with_a_reason() -> None:
 )  # fmt: skip
 def test_reason_for_being_out(text: str, path: str, reason: str) -> None:
     assert {source.path: source.reason for source in plan_for(text).excluded}[path] == reason
+
+
+@pytest.mark.parametrize(
+    ("features", "brought"),
+    [("awq", "feature awq"), ("gptq", "feature gptq"), ("gptq awq", "feature awq, gptq"), ("", "")],
+)
+def test_any_feature_of_a_list_brings_the_family(features: str, brought: str) -> None:
+    text = CPU + "[features]\n" + "".join(f"{name} = true\n" for name in features.split())
+    reasons = {source.path: source.reason for source in plan_for(text).sources}
+    if brought:
+        assert reasons["quant/cpu/cpu.cpp"].endswith(brought)
+    else:
+        assert "quant/cpu/cpu.cpp" not in reasons
+
+
+def test_what_a_feature_defines_reaches_all_device_code_and_nothing_else() -> None:
+    for text, state in ((CUDA, "on"), (CUDA, "off"), (ROCM, "on")):
+        switch = Setting("feature.fast-math", state, "USE_FAST_MATH")
+        plan = plan_for(text, Choices(features={"fast-math": switch}))
+        for source in plan.sources:
+            expected = source.role == "gpu" and state == "on"
+            assert ("LIB_FAST_MATH=1" in source.definitions) is expected, source.path
+        assert plan.label.endswith(".fastmath") is (state == "on")
+
+
+def test_a_feature_that_only_defines_something_needs_device_code() -> None:
+    table = plan_cases.TABLE.replace('["cuda", "rocm"]', '["cuda", "rocm", "cpu"]')
+    table = table.replace('cpu = ["norm', 'host = ["norm').replace('cpu = ["samp', 'host = ["samp')
+    table = table.replace('cpu = ["awq', 'host = ["awq').replace('cpu = ["quant', 'host = ["quant')
+    profile = plan_cases.profile(CPU + "[features]\nfast-math = true\n")
+    with pytest.raises(PlanError, match=r"no family of kernels\.toml implements it for backend cpu yet"):
+        resolve(profile, Choices(), parse_table(re.sub("(?m)^run-time.*", "", table)), FULL)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CPU, ()),
+        (CPU + "[features]\ngptq = true\n", ("AVX_VNNI",)),
+        (CPU.replace("v3", "v4") + "[features]\nawq = true\n", ("AVX512_VNNI",)),
+        (CUDA + "[features]\nawq = true\n", ()),
+    ],
+)
+def test_instructions_behind_a_question_to_the_cpu(text: str, expected: tuple[str, ...]) -> None:
+    plan = plan_for(text)
+    assert plan.run_time == expected
+    assert plan.public()["run_time"] == list(expected)
 
 
 def test_source_that_needs_a_newer_toolkit_is_out() -> None:
@@ -236,7 +288,7 @@ def test_dirty_version_has_one_plus() -> None:
 def test_where_a_feature_came_from() -> None:
     chosen = {"awq": Setting("feature.awq", "off", "-C feature.awq=", ("on (PELTON_ENABLE_AWQ)",))}
     plan = plan_for(CPU + "[features]\nawq = true\n", Choices(features=chosen))
-    awq, marlin, _ = plan.features
+    awq, marlin, *_ = plan.features
     assert (awq.enabled, awq.origin, awq.changed) == (False, "-C feature.awq=", True)
     assert awq.overridden == ("on (PELTON_ENABLE_AWQ)", "on (build_profiles/test.toml)")
     assert (marlin.enabled, marlin.origin, marlin.changed) == (False, "default", False)
@@ -247,7 +299,7 @@ def test_where_a_feature_came_from() -> None:
     [
         (CPU, "marlin", "it is a feature of cuda, and the profile's backend is cpu"),
         (CPU, "fast-math", "it is a feature of cuda and rocm"),
-        (CUDA, "fast-math", "no family of kernels.toml implements it for backend cuda yet"),
+        (CUDA, "gptq", "no family of kernels.toml implements it for backend cuda yet"),
         (ROCM, "awq", "it is a feature of cpu and cuda"),
     ],
 )

@@ -86,6 +86,16 @@ def test_variables_of_the_package_are_no_unknown_settings() -> None:
         (LIBRARY + "[family.x]\ncuda = ['x.cu']\nlocal-memory = [{ kernel = 'k', bytes = 8, archs = ['sm_90A'], reason = 'r' }]", "[0].archs: unknown cuda arch"),
         (LIBRARY + "[family.x]\ncuda = [{ path = 'x.cu', toolkit = '12' }]", "'12' has no operator"),
         (LIBRARY + "[family.x]\nfeature = 'g'\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: unknown feature 'g'"),
+        (LIBRARY + "[family.x]\nfeature = ['f', 'h']\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: unknown feature 'h'"),
+        (LIBRARY + "[family.x]\nfeature = ['f', 'f']\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: 'f' is listed twice"),
+        (LIBRARY + "[family.x]\nfeature = []\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: lists no feature; leave the key out"),
+        (LIBRARY + "[family.x]\nfeature = 3\ncpu = ['x.cpp']\n" + FEATURE, "family.x.feature: expected a feature or a list of them, found 3"),
+        (LIBRARY + "[family.x]\ncpu = [{ path = 'x.cpp', feature = '' }]\n", "family.x.cpu[0].feature: expected a feature or a list"),
+        (LIBRARY + FEATURE + "definitions = 'X'", "feature.f.definitions: expected a list of texts, found 'X'"),
+        (LIBRARY + "[family.x]\ncpu = ['x.cpp']\nrun-time = ['AVX512_VNNI']", "family.x.run-time: expected { ARCH = [INSTRUCTIONS, ...] }"),
+        (LIBRARY + "[family.x]\ncpu = ['x.cpp']\nrun-time.x86-64-v5 = ['AVX512_VNNI']", "family.x.run-time: unknown cpu arch 'x86-64-v5'; did you mean"),
+        (LIBRARY + "[family.x]\ncpu = ['x.cpp']\nrun-time.x86-64-v4 = ['vnni']", "run-time.x86-64-v4: 'vnni' is no name of instructions"),
+        (LIBRARY + "[family.x]\ncuda = ['x.cu']\nrun-time.x86-64-v4 = ['AVX512_VNNI']", "family.x.run-time: the family has no cpu source"),
         (LIBRARY + FEATURE.replace("cuda", "cuad"), "feature.f.backends: unknown backend 'cuad'; did you mean 'cuda'?"),
         (LIBRARY + FEATURE + FEATURE.replace("feature.f", "feature.g"), "PELTON_F has two meanings"),
         (LIBRARY + "family = 1", "not valid TOML"),
@@ -101,6 +111,30 @@ def test_refuses(text: str, message: str) -> None:
     with pytest.raises(TableError) as caught:
         parse_table(text)
     assert message in str(caught.value) and str(caught.value).startswith("kernels/kernels.toml: ")
+
+
+def test_a_family_of_several_features() -> None:
+    table = parse_table(
+        LIBRARY
+        + FEATURE
+        + "[feature.g]\nbackends = ['cuda']\ndefinitions = ['G=1']\n"
+        + "[family.x]\nfeature = ['g', 'f']\ncuda = ['quant/x/gpu.cu', { path = 'y.cu', feature = 'f' }]\n"
+    )
+    (family,) = table.families
+    assert family.features == ("g", "f")
+    assert [source.features for source in family.device["cuda"]] == [(), ("f",)]
+    assert table.features["g"].definitions == ("G=1",)
+
+
+def test_what_a_feature_defines_is_read() -> None:
+    """A feature whose definition no source asks for would be a switch that does nothing."""
+    folder = plan_cases.ROOT / FOLDER
+    text = "".join(
+        path.read_text() for path in folder.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".cpp", ".hpp")
+    )
+    for feature in plan_cases.real_table().features.values():
+        for definition in feature.definitions:
+            assert definition.partition("=")[0] in text, feature.name
 
 
 def test_source_that_does_not_exist(tmp_path: Path) -> None:
