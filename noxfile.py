@@ -562,7 +562,11 @@ def lint(session: nox.Session) -> None:
     sources = sorted(p.relative_to(ROOT) for p in ROOT.glob("kernels/**/*") if p.suffix in suffixes)
     session.run("clang-format", *(["-i"] if fix else ["--dry-run", "--Werror"]), *map(str, sources))
     session.run("pre-commit", "validate-config", ".pre-commit-config.yaml")
-    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", ".github/workflows/ci.yml")
+    workflows = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(".github/workflows/*.yml"))
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    session.run("zizmor", "--offline", "--quiet", *workflows)
+    session.run("validate-pyproject", "pyproject.toml")
+    session.run("cibuildwheel", "--print-build-identifiers", "--platform", "linux", silent=True)
     tool(session, "schema", *([] if fix else ["--check"]))
 
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "emulation": ("emulation", "write the plan of the emulated library as a CMake file"),
     "repair": ("repair", "check that auditwheel has nothing to repair in wheels"),
     "audit": ("audit", "check finished wheels against their plans"),
+    "release": ("release", "check the tree and the tag of a release"),
     "index": ("index", "make the static package index from wheels"),
 }
 """Subcommand: the module whose `main(arguments)` runs it, and what it does. Imported only when it is

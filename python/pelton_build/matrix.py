@@ -37,6 +37,7 @@ def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
                 "arch": " ".join(profile.target.arch),
                 "runner": profile.ci.runner,
                 "container": profile.ci.container,
+                "packages": " ".join(profile.ci.packages),
                 "run": profile.ci.run,
                 "timeout_minutes": profile.ci.timeout_minutes,
             }

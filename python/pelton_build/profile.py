@@ -101,7 +101,9 @@ class Ci:
     runner: str = "ubuntu-24.04"
     """Name of the runner."""
     container: str = ""
-    """Image to build in, with its digest; empty for the runner itself."""
+    """Image to build in, with its digest; empty for the runner itself, where releases are built by cibuildwheel."""
+    packages: tuple[str, ...] = ()
+    """Packages of the image's distribution (apt-get) that the build needs, such as a compiler for AMD GPUs."""
     run: bool = True
     """Whether the runner has the hardware to run the wheel's tests, not only to build and audit it."""
     timeout_minutes: int = 60
@@ -323,6 +325,14 @@ def _check(profile: Profile) -> None:
         )
     if not profile.ci.runner.strip():
         raise ProfileError(f"{shown}: ci.runner: names no runner")
+    if profile.ci.container and not re.search(r"@sha256:[0-9a-f]{64}$", profile.ci.container):
+        raise ProfileError(
+            f"{shown}: ci.container: {profile.ci.container!r} can be another image tomorrow; name it with its digest, "
+            "as name@sha256:..."
+        )
+    for package in profile.ci.packages:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", package):
+            raise ProfileError(f"{shown}: ci.packages: {package!r} is no name of a package")
 
 
 def _check_label(profile: Profile) -> None:

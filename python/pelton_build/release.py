@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import Any
 
 from .errors import BuildError
 from .plan import Plan
-from .planning import make_plan, write_atomically
+from .planning import make_plan, project_root, project_version, write_atomically
 from .profile import profile_names
+from .settings import environment
 from .version import Tag
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "Times",
     "as_json",
     "contradictions",
+    "main",
     "notes",
     "plans_of",
     "published",
@@ -88,7 +92,9 @@ def unbuildable(plans: Mapping[str, Plan | str]) -> dict[str, str]:
             reasons[name] = plan
         elif switched := [feature for feature in plan.features if feature.changed]:
             said = ", ".join(f"{feature.name} ({feature.origin})" for feature in switched)
-            reasons[name] = f"a release is what the profile says, and here it is switched: {said}; take that back"
+            reasons[name] = (
+                f"a release is what the profile says, and here it is switched: {said}; take that back"
+            )
         elif plan.problems:
             reasons[name] = "; ".join(plan.problems)
     return reasons
@@ -131,7 +137,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-_HEAD = ("profile", "file", "size", "SHA-256", "archs", "build", "tried here")
+_HEAD = ("profile", "file", "size", "SHA-256", "archs", "build", "tried")
 
 
 def table(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
@@ -194,3 +200,20 @@ def plans_of(root: Path) -> dict[str, Plan | str]:
 def as_json(rows: Sequence[Row]) -> str:
     """The rows for tools."""
     return json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The subcommand `release`: print the version to release, or say why this tree is not it."""
+    parser = argparse.ArgumentParser(
+        prog="release",
+        description="Check the tree and the tag, and print the version; nox -s release builds.",
+    )
+    parser.add_argument("--root", type=Path, default=project_root(), help="the project's folder")
+    parser.add_argument("--tag", help="the tag that the release is made for, such as v0.3.0")
+    parser.add_argument("--dry-run", action="store_true", help="a rehearsal: the commit needs no tag")
+    options = parser.parse_args(arguments)
+    version = project_version(options.root.resolve(), environment())
+    if problems := tree_problems(version, options.tag, tagged=not options.dry_run):
+        raise ReleaseError("; ".join(problems))
+    sys.stdout.write(f"{version}\n")
+    return 0

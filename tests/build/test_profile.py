@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import plan_cases
 from pelton_build.errors import ProfileError
 from pelton_build.features import check_profile_features
-from pelton_build.profile import FOLDER, load_profile, parse_profile, profile_names
+from pelton_build.profile import FOLDER, Ci, load_profile, parse_profile, profile_names
 from pelton_build.values import Version, VersionRange
 
 REQUIRED = ("cpu-avx2", "cpu-avx512", "cuda-sm80", "cuda-sm90", "rocm-gfx1100", "rocm-gfx90a")
@@ -52,7 +52,9 @@ def test_all_keys_are_read() -> None:
             'cuda = ">=12.8,<14"', 'cuda = ">=12.8,<14"\ncuda-package = "13.0.2"\ngcc = ">=12"'
         )
         + 'glibc = "2.34"\nrequires = ["x>=1"]\n[features]\nawq = true\n[variant]\nnvidia = { sm_arch = ["90_real"] }\n'
-        + '[ci]\nrunner = "r"\ncontainer = "c"\nrun = false\ntimeout-minutes = 5\n'
+        + '[ci]\nrunner = "r"\ncontainer = "c@sha256:'
+        + "0" * 64
+        + '"\npackages = ["clang-19"]\nrun = false\ntimeout-minutes = 5\n'
     )
     assert profile.target.arch == ("sm_80", "sm_90a")
     assert profile.toolchain.cuda == VersionRange.parse(">=12.8,<14")
@@ -61,12 +63,7 @@ def test_all_keys_are_read() -> None:
     assert (profile.wheel.glibc, profile.wheel.requires) == (Version((2, 34)), ("x>=1",))
     assert profile.features == {"awq": True}
     assert profile.variant == {"nvidia": {"sm_arch": ("90_real",)}}
-    assert (profile.ci.runner, profile.ci.container, profile.ci.run, profile.ci.timeout_minutes) == (
-        "r",
-        "c",
-        False,
-        5,
-    )
+    assert profile.ci == Ci("r", "c@sha256:" + "0" * 64, ("clang-19",), False, 5)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +112,8 @@ def test_all_keys_are_read() -> None:
         ('"5 MiB"', '"5 MiB"\n[ci]\ntimeout-minutes = 0', "ci.timeout-minutes: must be at least 1"),
         ('"5 MiB"', '"5 MiB"\n[ci]\ntimeout-minutes = true', "ci.timeout-minutes: expected a whole number"),
         ('"5 MiB"', '"5 MiB"\n[ci]\nrunner = ""', "ci.runner: names no runner"),
+        ('"5 MiB"', '"5 MiB"\n[ci]\ncontainer = "debian:12"', "ci.container: 'debian:12' can be another image"),
+        ('"5 MiB"', '"5 MiB"\n[ci]\npackages = ["a; b"]', "ci.packages: 'a; b' is no name"),
         ('[target]\nbackend = "cpu"\narch = ["x86-64-v3"]', "target = 1", "target: expected a table, found a number 1"),
         ("[target]", "[target", "not valid TOML"),
     ],

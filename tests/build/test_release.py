@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import plan_cases
+from pelton_build.__main__ import main
 from pelton_build.plan import Feature, Plan
 from pelton_build.release import (
     ReleaseError,
@@ -129,3 +130,16 @@ def test_build_times_survive_interruptions_and_damage(tmp_path: Path) -> None:
     assert times.get("a") is None
     times.add("c", 1)
     assert times.get("c") == 1.0
+
+
+def test_the_command_prints_the_version_or_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = plan_cases.copy_tree(tmp_path / "tree")
+    monkeypatch.setenv("PELTON_VERSION", "0.3.0")
+    assert main(["release", "--root", str(tree), "--tag", "v0.3.0"]) == 0
+    assert capsys.readouterr().out == "0.3.0\n"
+    assert main(["release", "--root", str(tree), "--tag", "v0.3.1"]) == 1
+    assert "v0.3.1" in capsys.readouterr().err
+    assert main(["release", "--root", str(tree)]) == 1
+    assert "--dry-run" in capsys.readouterr().err
