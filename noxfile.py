@@ -570,5 +570,17 @@ def lint(session: nox.Session) -> None:
     tool(session, "schema", *([] if fix else ["--check"]))
 
 
+@nox.session(tags=["check"])
+def docs(session: nox.Session) -> None:
+    """Build the documentation site, build/docs/index.html; a warning is an error."""
+    session.install("-q", *group("docs"))
+    out = ROOT / "build" / "docs"
+    options = ("--fail-on-warning", "--keep-going", "--nitpicky", "--quiet")
+    session.run(
+        "sphinx-build", *options, "-d", str(ROOT / "build" / "docs-cache"), str(ROOT / "docs"), str(out)
+    )
+    session.log(f"open {out.relative_to(ROOT)}/index.html")
+
+
 if __name__ == "__main__":
     nox.main()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import plan_cases
 from pelton_build import audit
+from pelton_build.planning import make_plan
 from pelton_build.profile import profile_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +102,50 @@ def test_audit_checks_are_documented() -> None:
     section = (ROOT / "docs" / "install.md").read_text().partition("## The audit")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
     assert rows == {name: summary for name, (_, summary) in audit.CHECKS.items()}
+
+
+def test_doctor_checks_are_documented() -> None:
+    doctor = pytest.importorskip("pelton.doctor", reason="pelton is not installed")
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    documented = set(re.findall(r"^\| `([\w ]+)`: `([\w -]+)` \|", text, re.MULTILINE))
+    assert documented == {(group, name) for name, (group, _) in doctor.CHECKS.items()}
+
+
+def test_the_example_of_a_new_gpu_is_a_profile_that_can_be_planned(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "new-gpu.md").read_text()
+    (example,) = re.findall(r"^```toml\n# build_profiles/(.*?)\n(.*?)^```", text, re.M | re.S)
+    tree = plan_cases.copy_tree(tmp_path / "tree")
+    (tree / "build_profiles" / example[0]).write_text(example[1])
+    plan = make_plan(tree, {"profile": Path(example[0]).stem}, {}, version="1.0")
+    assert plan.archs == ("sm_89",)
+    assert plan.label.endswith(".sm89")
+    assert [
+        problem for problem in plan.problems if "compiler" not in problem and "torch" not in problem
+    ] == []
+
+
+def test_workflows_pin_actions_and_limit_jobs() -> None:
+    for path in sorted(ROOT.glob(".github/workflows/*.yml")):
+        text = path.read_text()
+        jobs = re.split(r"^  (?=\w[\w-]*:$)", text.partition("\njobs:\n")[2], flags=re.M)[1:]
+        assert jobs, path.name
+        assert [job.partition(":")[0] for job in jobs if "    timeout-minutes: " not in job] == []
+        used = re.findall(r"uses: (.*)", text)
+        assert (
+            used
+            and [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", action)]
+            == []
+        )
+        assert "permissions:" in text
+        assert [name for name in profile_names(ROOT) if name in text] == [], (
+            "profiles are listed by the matrix"
+        )
+
+
+def test_one_version_of_cibuildwheel() -> None:
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (version,) = set(re.findall(r"cibuildwheel==([\d.]+)", text))
+    assert f'"cibuildwheel=={version}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_profiles_are_documented() -> None:
