@@ -75,6 +75,31 @@ def _linear(out: Tensor, x: Tensor, packed_weight: Tensor, bias: Tensor | None) 
     )
 
 
+def _pack_quant_weight(packed: Tensor, q: Tensor, order: Tensor | None, bits: int) -> None:
+    torch._check(
+        packed.dim() == 3 and q.dim() == 2,
+        lambda: "pack_quant_weight: packed must be [panels, blocks, bytes], q [out_features, in_features]",
+    )
+
+
+def _quant_linear(
+    out: Tensor,
+    x: Tensor,
+    packed_weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    order: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    int8: bool,
+) -> None:
+    torch._check(out.shape[:-1] == x.shape[:-1], lambda: "quant_linear: out must have x's leading dimensions")
+    torch._check(
+        packed_weight.dim() == 3, lambda: "quant_linear: packed_weight must be [panels, blocks, bytes]"
+    )
+
+
 def _pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
     torch._check(
         packed.dim() == 3 and packed.shape[1] == weight.shape[1],
@@ -131,6 +156,8 @@ _FAKES = {
     "swap_blocks": _swap_blocks,
     "linear": _linear,
     "pack_linear_weight": _pack_linear_weight,
+    "pack_quant_weight": _pack_quant_weight,
+    "quant_linear": _quant_linear,
     "paged_attention": _paged_attention,
     "sample": _sample,
     "greedy_sample": _greedy_sample,

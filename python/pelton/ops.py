@@ -33,8 +33,12 @@ __all__ = [
     "linear",
     "linear_panel_width",
     "pack_linear_weight",
+    "pack_quant_groups",
+    "pack_quant_weight",
     "paged_attention",
     "paged_attention_workspace_size",
+    "quant_linear",
+    "quant_panel_width",
     "reference",
     "reshape_and_cache",
     "rms_norm",
@@ -199,6 +203,69 @@ def linear(
     if out is None:
         out = x.new_empty((*x.shape[:-1], out_features))
     _ops.linear.default(out, x, packed_weight, bias)
+    return out
+
+
+@functools.cache
+def quant_panel_width() -> int:
+    """How many output features one panel of a packed quantized weight holds."""
+    return int(_ops.quant_panel_width.default())
+
+
+def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
+    """Quantized weights ``q`` uint8 [out_features, in_features] in the layout that :func:`quant_linear` reads.
+
+    Gives uint8 [ceil(out_features / P), blocks, 4 * bits * P] with P = :func:`quant_panel_width` and blocks of 32
+    inputs; ``bits`` is 4 or 8, and higher bits of ``q`` are left out. ``order`` int32 [32 * blocks]: input k of the
+    result is input ``order[k]`` of ``q``, none for -1. On the CPU, in builds with the feature awq or gptq.
+    """
+    out_features, in_features = q.shape
+    blocks = -(-(in_features if order is None else order.shape[0]) // 32)
+    width = quant_panel_width()
+    packed = q.new_empty((-(-out_features // width), blocks, 4 * bits * width))
+    _ops.pack_quant_weight.default(packed, q, order, bits)
+    return packed
+
+
+def pack_quant_groups(values: Tensor) -> Tensor:
+    """Scales or zeros [groups, out_features] as :func:`quant_linear` reads them: [ceil(out_features / P), groups, P]."""
+    groups, out_features = values.shape
+    width = quant_panel_width()
+    panels = -(-out_features // width)
+    padded = values.new_zeros(groups, panels * width)
+    padded[:, :out_features] = values
+    return padded.view(groups, panels, width).transpose(0, 1).contiguous()
+
+
+def quant_linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    zeros: Tensor | None = None,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+    int8: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with quantized weights, ``W[n, k] = (q[n, k] - zeros[group, n]) * scales[group, n]``.
+
+    ``x`` [..., in_features], rows of any one stride; gives [..., out_features] in the dtype of ``x``.
+    ``packed_weight`` and ``order`` as for :func:`pack_quant_weight`; ``scales`` and ``zeros`` (uint8; None:
+    ``2 ** (bits - 1)``) from :func:`pack_quant_groups`. The group of input k (after ``order``) is
+    ``k // group_size``, where ``group_size`` is a multiple of 32, or -1 for one group.
+
+    ``int8`` False: weights are dequantized in registers or in the cache, the arithmetic is float32. True: each 32
+    inputs of a row of ``x`` are rounded to 8 bits with one scale, their products with a block of weights are exact,
+    and sums of blocks are float32; the error is that of the rounding, about 0.5 % of a typical row's spread.
+    On the CPU, in builds with the feature awq or gptq.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], out_features))
+    _ops.quant_linear.default(out, x, packed_weight, scales, zeros, order, bias, bits, group_size, int8)
     return out
 
 

@@ -22,7 +22,9 @@ __all__ = [
     "greedy_sample",
     "linear",
     "pack_linear_weight",
+    "pack_quant_weight",
     "paged_attention",
+    "quant_linear",
     "reshape_and_cache",
     "rms_norm",
     "rotary_embedding",
@@ -128,6 +130,67 @@ def linear(
     weight = packed_weight.transpose(1, 2).reshape(-1, in_features)[:out_features]
     wide = _wide(x)
     result = wide @ weight.to(wide.dtype).t()
+    if bias is not None:
+        result = result + bias.to(wide.dtype)
+    return _deliver(result, x, out)
+
+
+def _quant_lanes() -> int:
+    return int(torch.ops.pelton.quant_panel_width()) // 2
+
+
+def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
+    out_features, in_features = q.shape
+    lanes = _quant_lanes()
+    if order is None:
+        order = torch.arange(in_features, device=q.device)
+    inputs, panels = -(-len(order) // 32) * 32, -(-out_features // (2 * lanes))
+    padded = q.new_full((panels * 2 * lanes, inputs), 1 << (bits - 1))
+    there = (order >= 0).nonzero().squeeze(1)
+    padded[:out_features, there] = q[:, order[there].long()]
+    # [panels, vectors, lanes, steps, halves of a byte, bytes]
+    fields = padded.view(panels, 2, lanes, inputs * bits // 32, 8 // bits, 4).permute(0, 3, 1, 2, 5, 4)
+    packed = fields[..., 0] if bits == 8 else (fields[..., 0] & 15) | (fields[..., 1] << 4)
+    return packed.reshape(panels, inputs // 32, 8 * bits * lanes)
+
+
+def quant_linear(
+    x: Tensor,
+    packed_weight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    zeros: Tensor | None = None,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+    int8: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    lanes = _quant_lanes()
+    panels, blocks = packed_weight.shape[:2]
+    inputs = 32 * blocks
+    fields = packed_weight.view(panels, inputs * bits // 32, 2, lanes, 4)
+    halves = [fields] if bits == 8 else [fields & 15, fields >> 4]
+    q = torch.stack(halves, dim=4).permute(0, 2, 3, 1, 4, 5).reshape(panels * 2 * lanes, inputs)
+    wide = _wide(x)
+    if group_size == -1:
+        group_size = max(32, inputs)
+    groups = torch.arange(inputs, device=x.device) // group_size
+
+    def spread(values: Tensor) -> Tensor:
+        return values.transpose(0, 1).flatten(1).t().to(wide.dtype)[:, groups]
+
+    zero = spread(zeros) if zeros is not None else float(1 << (bits - 1))
+    weight = ((q.to(wide.dtype) - zero) * spread(scales))[:out_features]
+    columns = torch.nn.functional.pad(wide, (0, inputs + 1 - x.shape[-1]))  # the last one is a zero
+    columns = columns[..., :-1] if order is None else columns[..., order.long()]
+    if int8:
+        parts = columns.unflatten(-1, (blocks, 32))
+        scale = parts.abs().amax(-1, keepdim=True) / 127
+        columns = (torch.where(scale > 0, parts / scale, 0.0).round() * scale).flatten(-2)
+    result = columns @ weight.t()
     if bias is not None:
         result = result + bias.to(wide.dtype)
     return _deliver(result, x, out)
