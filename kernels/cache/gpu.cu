@@ -206,12 +206,9 @@ int swap_blocks_by_engine(const CopyBlocksArgs& a, void* stream) {
 }
 
 void* device_view(const void* host) {
-  cudaPointerAttributes attributes{};
-  if (cudaPointerGetAttributes(&attributes, host) != cudaSuccess) {
-    launch_result();  // forget the error
-    return nullptr;
-  }
-  return attributes.type == cudaMemoryTypeHost ? attributes.devicePointer : nullptr;
+  void* view = nullptr;
+  if (!pinned_view(host, &view)) launch_result();  // forget the error
+  return view;
 }
 
 }  // namespace pelton::gpu

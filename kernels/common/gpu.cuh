@@ -17,6 +17,10 @@
 #include <cuda_fp16.h>
 #endif
 
+#if defined(__HIP_PLATFORM_AMD__) && !defined(PELTON_EMULATION)
+#include "amd.cuh"
+#endif
+
 #include "dtype.h"
 #include "rows.h"
 
@@ -313,6 +317,18 @@ inline int allow_shared_memory(Kernel* kernel, int bytes) {
   if (bytes <= 48 * 1024) return 0;
   return int(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+// Where the device sees page-locked memory of the host; null for any other. False after an error.
+inline bool pinned_view(const void* host, void** view) {
+#if defined(__HIP_PLATFORM_AMD__) && !defined(PELTON_EMULATION)
+  return amd::pinned_view(host, view);
+#else
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, host) != cudaSuccess) return false;
+  *view = attributes.type == cudaMemoryTypeHost ? attributes.devicePointer : nullptr;
+  return true;
+#endif
 }
 
 // After a launch: 0, or the error that the operator turns into its message.
