@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import pelton.quant.checkpoint as checkpoint
 import pelton.runner as runner
-from pelton.quant.methods import Choice
+from pelton.layers.linear import PlainLinear
+from pelton.quant.canonical import QuantizedWeight
+from pelton.quant.methods import METHODS, Choice
 
 ALL = frozenset({"awq", "gptq", "marlin"})
 needs_kernels = pytest.mark.skipif(
@@ -15,7 +18,20 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
+class DequantizedLinear(PlainLinear):
+    """Weights that are dequantized when they are loaded, and then like any other."""
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> DequantizedLinear:
+        return cls(weight.dequantize(dtype))
+
+    @staticmethod
+    def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
+        return out_features * in_features * itemsize
+
+
 def reference_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dequantize every layer when it is loaded, whatever kernels there are."""
+    """Dequantize every layer, whatever kernels there are."""
+    monkeypatch.setitem(METHODS, "dequantize", DequantizedLinear)
     monkeypatch.setattr(checkpoint, "choose", lambda *_: Choice("dequantize", "the test wants it"))
     monkeypatch.setattr(runner, "built_features", lambda: ALL)

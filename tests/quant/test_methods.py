@@ -1,15 +1,18 @@
-"""The policy which method computes with a quantized layer, and the method that needs no kernel."""
+"""The policy which method computes with a quantized layer, and the methods themselves."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
-from pelton import ops
+from model_driver import ON_GPU
 from pelton.quant.canonical import QuantizedWeight, Scheme
 from pelton.quant.methods import METHODS, Choice, Refusal, Target, choose
+from quant_engine import needs_kernels
+from quant_writers import quantized
 
 ALL = frozenset({"awq", "gptq", "marlin"})
 CPU = Target("cpu", frozenset({"awq", "gptq"}), "bfloat16")
@@ -34,7 +37,7 @@ CHOICES = [
     (CPU, AWQ, 576, 576, "cpu"),
     (CPU, CT, 576, 576, "cpu"),
     (CPU, changed(GPTQ, order="any"), 576, 576, "cpu"),
-    (CPU, changed(GPTQ, bits=8), 576, 576, "dequantize"),
+    (CPU, changed(GPTQ, bits=8), 576, 576, "cpu"),
     (without(CPU, "awq"), CT, 576, 576, "cpu"),
     (SM90, GPTQ, 4096, 4096, "marlin"),
     (SM90, AWQ, 4096, 4096, "marlin"),
@@ -89,17 +92,49 @@ def test_refusal(target: Target, scheme: Scheme, k: int, n: int, feature: str, r
     assert reason in refusal.reason
 
 
-@pytest.mark.skipif(ops.backend() in ("cuda", "rocm"), reason="the weights are on the CPU")
-@pytest.mark.parametrize("bias", [False, True])
-def test_dequantized(bias: bool) -> None:
+LAYERS = [
+    # N, K, bits, group size, order
+    (40, 64, 4, 32, "none"),
+    (40, 96, 4, -1, "none"),
+    (24, 576, 4, 128, "none"),
+    (24, 72, 8, 64, "none"),
+    (24, 70, 4, 16, "none"),  # groups of less than a block
+    (24, 50, 8, 48, "none"),
+    (24, 64, 4, 1024, "none"),
+    (24, 128, 4, 32, "equal"),
+    (24, 100, 8, 32, "equal"),
+    (24, 128, 4, 32, "any"),
+    (24, 100, 8, 16, "any"),
+    (1, 1, 4, -1, "none"),
+]
+
+
+@needs_kernels
+@pytest.mark.skipif(ON_GPU, reason="about the CPU's kernels")
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "bits", "group_size", "order"), LAYERS)
+def test_cpu(
+    n: int, k: int, bits: int, group_size: int, order: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    written = quantized(n, k, bits=bits, group_size=group_size, order=order, symmetric=symmetric)
+    zeros = None if symmetric else torch.from_numpy(written.zeros.astype(np.uint8))
+    g_idx = None if order == "none" else torch.from_numpy(written.g_idx.astype(np.int32))
+    q = torch.from_numpy(written.q.astype(np.uint8))
+    size = k if group_size == -1 else group_size
+    method = METHODS["cpu"].pack(
+        QuantizedWeight(q, written.scales, zeros, g_idx, bits, size), dtype, torch.device("cpu")
+    )
     generator = torch.Generator().manual_seed(1)
-    q = torch.randint(0, 256, (48, 80), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(3, 48, generator=generator)
-    weight = QuantizedWeight(q, scales, None, None, 8, 32)
-    x, b = torch.randn(5, 80, generator=generator), torch.randn(48, generator=generator)
-    wide = torch.zeros(5, 96)
-    method = METHODS["dequantize"].pack(weight, torch.float32, q.device)
-    method.apply(x, b if bias else None, wide[:, 48:])
-    expected = x.double() @ weight.dequantize(torch.float64).t() + (b if bias else 0)
-    torch.testing.assert_close(wide[:, 48:].double(), expected, rtol=1e-5, atol=1e-3)
-    assert not wide[:, :48].any()
+    x, bias = torch.randn(5, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    weight = written.dequantized()
+    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}[dtype]
+    for b in (None, bias):
+        wide = torch.full((5, 2 * n), 7.0, dtype=dtype)
+        method.apply(x, b, wide[:, n:])
+        expected = x.double() @ weight.t() + (0 if b is None else b.double())
+        size_of_terms = float((x.double().norm(dim=1, keepdim=True) * weight.norm(dim=1)).max())
+        assert (wide[:, n:].double() - expected).abs().max() < bound * (
+            size_of_terms + float(expected.abs().max())
+        )
+        assert (wide[:, :n] == 7).all()

@@ -21,8 +21,8 @@ PARSERS: dict[str, Parser] = {"awq": awq, "gptq": gptq, "compressed-tensors": co
 _MARKS = tuple(sorted({parser.MARK for parser in PARSERS.values()}))
 #: an operator of each feature, by which a library without build info is judged
 _OPERATORS = {
-    "awq": ("awq_gemm", "w4_linear"),
-    "gptq": ("gptq_gemm", "w4_linear"),
+    "awq": ("awq_gemm", "quant_linear"),
+    "gptq": ("gptq_gemm", "quant_linear"),
     "marlin": ("marlin_gemm",),
 }
 
@@ -63,7 +63,6 @@ class Quantization:
         self.target = target
         self._names = names
         self._flag = flag
-        self._dequantized: set[str] = set()
         for mark in _MARKS:
             if names is not None and mark != self.parser.MARK:
                 other = next((name for name in names if name.endswith(f".{mark}")), None)
@@ -128,14 +127,6 @@ class Quantization:
             raise missing_feature(f"{where}: {choice.reason}", choice.feature)
         if self._flag == "marlin" and choice.method != "marlin":
             self._refuse_marlin(where, choice)
-        if choice.method == "dequantize" and choice.reason not in self._dequantized:
-            self._dequantized.add(choice.reason)
-            logger.warning(
-                "%s: %s: such layers are dequantized to %s when they are loaded and take that much memory",
-                self.config.source,
-                choice.reason,
-                self.target.dtype,
-            )
         return METHODS[choice.method]
 
     def _refuse_marlin(self, where: str, choice: Choice) -> None:

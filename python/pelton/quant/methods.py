@@ -20,14 +20,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..layers.linear import PlainLinear
+from .. import ops
 from .canonical import QuantizedWeight, Scheme
 
 __all__ = [
     "FORMAT_FEATURES",
     "METHODS",
     "Choice",
-    "DequantizedLinear",
     "Method",
     "Refusal",
     "Target",
@@ -73,7 +72,7 @@ def choose(target: Target, scheme: Scheme, in_features: int, out_features: int) 
     """The method for a linear layer of this scheme. The first that applies:
 
     1. None, when the build has no feature that runs the format.
-    2. On the CPU: the 4-bit kernels; 8-bit weights are dequantized when they are loaded.
+    2. On the CPU: its kernels, which take everything.
     3. None on GPUs, for activations of float32.
     4. marlin, if the build has it: compute capability 8.0 or newer, groups of 32, 64 or 128 inputs or one, and no
        mapping of inputs to groups of unequal sizes.
@@ -87,9 +86,7 @@ def choose(target: Target, scheme: Scheme, in_features: int, out_features: int) 
         usual = scheme.format if scheme.format in ("awq", "gptq") else "gptq"
         return Refusal(f"{scheme.format} weights need the feature {usual}", usual)
     if target.backend == "cpu":
-        if scheme.bits == 4:
-            return Choice("cpu", "4-bit kernels of the CPU")
-        return Choice("dequantize", f"there is no {scheme.bits}-bit kernel for the CPU")
+        return Choice("cpu", "kernels of the CPU")
     if target.dtype not in _HALVES:
         return Refusal(f"quantized weights run on GPUs in {' or '.join(_HALVES)}, not in {target.dtype}")
     no_marlin = _why_not_marlin(target, scheme)
@@ -141,17 +138,70 @@ class Method(Protocol):
     def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor: ...
 
 
-class DequantizedLinear(PlainLinear):
-    """Weights that are dequantized when they are loaded, and then like any other: correct everywhere, not small."""
+class CpuLinear:
+    """4-bit and 8-bit weights on the CPU, and any mapping of inputs to groups.
+
+    Activations of bfloat16 are rounded to int8 in blocks of 32 for the products, which costs about as much accuracy as
+    bfloat16 itself; those of float16 and float32 are multiplied as they are.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self.bits, self.out_features = weight.bits, weight.out_features
+        self.int8 = dtype == torch.bfloat16
+        self.order, self.group_size, rows = _in_blocks(weight)
+        self.weight = ops.pack_quant_weight(weight.q, weight.bits, self.order)
+        scales, zeros = weight.scales, weight.zeros
+        if rows is not None:
+            scales, zeros = scales[rows], None if zeros is None else zeros[rows]
+        self.scales = ops.pack_quant_groups(scales)
+        self.zeros = None if zeros is None else ops.pack_quant_groups(zeros)
 
     @classmethod
-    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> DequantizedLinear:
-        return cls(weight.dequantize(dtype))
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CpuLinear:
+        return cls(weight, dtype)
 
     @staticmethod
     def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
-        return out_features * in_features * itemsize
+        return out_features * (in_features * bits // 8 + groups * 3)
+
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        return ops.quant_linear(
+            x,
+            self.weight,
+            self.scales,
+            bits=self.bits,
+            group_size=self.group_size,
+            out_features=self.out_features,
+            zeros=self.zeros,
+            order=self.order,
+            bias=bias,
+            int8=self.int8,
+            out=out,
+        )
 
 
-#: The methods that `choose` names. The kernels of the others add theirs.
-METHODS: Mapping[str, type[Method]] = {"dequantize": DequantizedLinear}
+def _in_blocks(weight: QuantizedWeight) -> tuple[Tensor | None, int, Tensor | None]:
+    """How the inputs lie so that each group has whole blocks of 32: the order of inputs (None: as they are), inputs of
+    a group, and the group that each row of scales is of (None: as they are)."""
+    block = 32
+    size = -1 if weight.group_size >= weight.in_features else weight.group_size
+    if weight.g_idx is None and (size == -1 or size % block == 0):
+        return None, size, None
+    groups = weight.groups().long()
+    counts = torch.bincount(groups, minlength=weight.scales.shape[0])
+    blocks = -(-counts // block)
+    # where each group begins, and where each of its inputs goes
+    starts = (blocks.cumsum(0) - blocks) * block
+    by_group = torch.argsort(groups, stable=True)
+    within = (
+        torch.arange(groups.shape[0], device=groups.device) - (counts.cumsum(0) - counts)[groups[by_group]]
+    )
+    order = torch.full((int(blocks.sum()) * block,), -1, dtype=torch.int32, device=groups.device)
+    order[starts[groups[by_group]] + within] = by_group.int()
+    if bool((blocks[:-1] == blocks[0]).all()) and 0 < int(blocks[-1]) <= int(blocks[0]):
+        return order, int(blocks[0]) * block, None
+    return order, block, torch.repeat_interleave(blocks)
+
+
+#: The methods that `choose` names.
+METHODS: dict[str, type[Method]] = {"cpu": CpuLinear}
