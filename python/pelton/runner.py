@@ -29,7 +29,7 @@ from .config import EngineConfig, ModelConfig
 from .cpu_graph import CpuGraph
 from .cuda_graph import CudaGraph
 from .device import choose_device
-from .errors import CapacityError
+from .errors import CapacityError, InvalidValueError
 from .layers import Place, Step, Workspace
 from .loader import Checkpoint, check_num_layers, dummy_checkpoint, load_weights, open_checkpoint
 from .memory import GpuMemory, KvCachePlan, available_memory, format_bytes, plan_gpu_kv_cache, plan_kv_cache
@@ -240,13 +240,18 @@ class Runner:
 
     def _quantization(self, config: EngineConfig, checkpoint: Checkpoint | None) -> Quantization | None:
         found = self.model_config.quantization
+        if config.int8_activations and (found is None or self.on_gpu):
+            where = f"{config.model} is not quantized" if found is None else f"the device is {self.device}"
+            raise InvalidValueError(
+                f"int8_activations=True is for quantized weights on the CPU, and {where}; leave it out"
+            )
         if found is None:
             if checkpoint:
                 check_unquantized(checkpoint.tensors, str(checkpoint.path))
             return None
         capability = torch.cuda.get_device_capability(self.device) if self.on_gpu else None
         dtype = str(self.dtype).removeprefix("torch.")
-        target = Target(ops.backend(), built_features(), dtype, capability)
+        target = Target(ops.backend(), built_features(), dtype, capability, config.int8_activations)
         return Quantization(found, checkpoint.tensors if checkpoint else None, target, config.quantization)
 
     @property

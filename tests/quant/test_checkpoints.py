@@ -4,13 +4,14 @@ beside them)."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from model_driver import DATA, ON_GPU, Driver
-from pelton.errors import UnsupportedError
+from model_driver import DATA, ON_GPU, Driver, cpu_only
+from pelton.errors import InvalidValueError, UnsupportedError
 from quant_engine import needs_kernels, reference_products
 
 FOLDERS = sorted((DATA / "quantized").glob("*/"))
@@ -18,9 +19,9 @@ FOLDERS = sorted((DATA / "quantized").glob("*/"))
 BOUNDS = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-def error_of(folder: Path, dtype: str) -> float:
+def error_of(folder: Path, dtype: str, **options: Any) -> float:
     expected = load_file(folder / "expected.safetensors")
-    driver = Driver(folder, dtype=dtype, max_model_len=64)
+    driver = Driver(folder, dtype=dtype, max_model_len=64, **options)
     for ids, logits in zip(expected["input_ids"].tolist(), expected["logits"].double(), strict=True):
         sequence = driver.sequence(ids)
         # prefill, then token by token
@@ -45,7 +46,24 @@ def test_logits(folder: Path, dtype: str) -> None:
         with pytest.raises(UnsupportedError, match="float16 or bfloat16, not in float32"):
             error_of(folder, dtype)
         return
-    assert error_of(folder, dtype) < BOUNDS[dtype]
+    # the weights' own arithmetic is exact in float32 and as in the other tests; int8 has a test of its own
+    assert error_of(folder, dtype, int8_activations=None if ON_GPU else False) < BOUNDS[dtype]
+
+
+@needs_kernels
+@cpu_only
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_logits_with_activations_in_int8(folder: Path, dtype: str) -> None:
+    assert 1e-4 < error_of(folder, dtype, int8_activations=True) < 4e-2
+
+
+@cpu_only
+def test_int8_where_it_cannot_be() -> None:
+    with pytest.raises(
+        InvalidValueError, match=r"int8_activations=True is for quantized weights on the CPU, and .* is not"
+    ):
+        Driver(DATA / "llama-rope", int8_activations=True)
 
 
 def test_there_are_checkpoints_of_each_format() -> None:

@@ -15,7 +15,7 @@ from quant_engine import needs_kernels
 from quant_writers import quantized
 
 ALL = frozenset({"awq", "gptq", "marlin"})
-CPU = Target("cpu", frozenset({"awq", "gptq"}), "bfloat16")
+CPU = Target("cpu", frozenset({"awq", "gptq"}), "float16")
 SM90 = Target("cuda", ALL, "bfloat16", (9, 0))
 ROCM = Target("rocm", frozenset({"awq", "gptq"}), "float16", (9, 0))
 GPTQ = Scheme("gptq", 4, 128, True)
@@ -39,6 +39,10 @@ CHOICES = [
     (CPU, changed(GPTQ, order="any"), 576, 576, "cpu"),
     (CPU, changed(GPTQ, bits=8), 576, 576, "cpu"),
     (without(CPU, "awq"), CT, 576, 576, "cpu"),
+    (dataclasses.replace(CPU, dtype="float32"), CT, 576, 576, "cpu"),
+    (dataclasses.replace(CPU, dtype="bfloat16"), CT, 576, 576, "cpu-int8"),
+    (dataclasses.replace(CPU, dtype="bfloat16", int8=False), CT, 576, 576, "cpu"),
+    (dataclasses.replace(CPU, int8=True), CT, 576, 576, "cpu-int8"),
     (SM90, GPTQ, 4096, 4096, "marlin"),
     (SM90, AWQ, 4096, 4096, "marlin"),
     (SM90, CT, 4096, 4096, "marlin"),
@@ -112,29 +116,45 @@ LAYERS = [
 @needs_kernels
 @pytest.mark.skipif(ON_GPU, reason="about the CPU's kernels")
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype", "bound"),
+    [
+        ("cpu", torch.float32, 1e-6),
+        ("cpu", torch.float16, 1e-3),
+        ("cpu", torch.bfloat16, 8e-3),
+        ("cpu-int8", torch.float32, 1e-2),
+        ("cpu-int8", torch.bfloat16, 1.5e-2),
+    ],
+)
 @pytest.mark.parametrize(("n", "k", "bits", "group_size", "order"), LAYERS)
 def test_cpu(
-    n: int, k: int, bits: int, group_size: int, order: str, dtype: torch.dtype, symmetric: bool
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    order: str,
+    name: str,
+    dtype: torch.dtype,
+    bound: float,
+    symmetric: bool,
 ) -> None:
     written = quantized(n, k, bits=bits, group_size=group_size, order=order, symmetric=symmetric)
     zeros = None if symmetric else torch.from_numpy(written.zeros.astype(np.uint8))
     g_idx = None if order == "none" else torch.from_numpy(written.g_idx.astype(np.int32))
     q = torch.from_numpy(written.q.astype(np.uint8))
     size = k if group_size == -1 else group_size
-    method = METHODS["cpu"].pack(
+    method = METHODS[name].pack(
         QuantizedWeight(q, written.scales, zeros, g_idx, bits, size), dtype, torch.device("cpu")
     )
     generator = torch.Generator().manual_seed(1)
     x, bias = torch.randn(5, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
     weight = written.dequantized()
-    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}[dtype]
     for b in (None, bias):
         wide = torch.full((5, 2 * n), 7.0, dtype=dtype)
         method.apply(x, b, wide[:, n:])
         expected = x.double() @ weight.t() + (0 if b is None else b.double())
         size_of_terms = float((x.double().norm(dim=1, keepdim=True) * weight.norm(dim=1)).max())
-        assert (wide[:, n:].double() - expected).abs().max() < bound * (
+        assert (wide[:, n:].double() - expected).abs().max() <= bound * (
             size_of_terms + float(expected.abs().max())
         )
         assert (wide[:, :n] == 7).all()
