@@ -19,12 +19,12 @@ CACHE = torch.randn(4, 2, 8, 16)
 MAPPING = torch.tensor([[0, 1], [1, 2]])
 
 CALLS: dict[str, tuple[object, ...]] = {
-    "rms_norm": (torch.empty(3, 32), X, WEIGHT, 1e-5),
+    "rms_norm": (torch.zeros(3, 32), X, WEIGHT, 1e-5),
     "fused_add_rms_norm": (X.clone(), X.clone(), WEIGHT, 1e-5),
     "rotary_embedding": (HEADS.clone(), HEADS[:, :1].clone(), IDS, torch.randn(5, 16), False),
-    "silu_and_mul": (torch.empty(3, 16), X),
-    "gelu_and_mul": (torch.empty(3, 16), X, "tanh"),
-    "embedding": (torch.empty(3, 32), IDS, X),
+    "silu_and_mul": (torch.zeros(3, 16), X),
+    "gelu_and_mul": (torch.zeros(3, 16), X, "tanh"),
+    "embedding": (torch.zeros(3, 32), IDS, X),
     "reshape_and_cache": (HEADS, HEADS, CACHE.clone(), CACHE.clone(), IDS),
     "copy_blocks": (CACHE.clone(), CACHE.clone(), MAPPING),
     "swap_blocks": (CACHE, CACHE.clone(), MAPPING),
