@@ -1,5 +1,6 @@
 // Token embedding on the GPU: row ids[t] of the weight becomes row t of the output, zeros where ids[t] is
-// none. One access a thread, as wide as addresses and sizes allow. Source: none needed.
+// none. Threads go over the accesses of a row (x), as wide as addresses and sizes allow, and tokens (y).
+// Source: none needed.
 #include "../common/gpu.cuh"
 #include "embedding.h"
 
@@ -9,18 +10,15 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class Access>
-__global__ void __launch_bounds__(kThreads)
-    embedding_kernel(const EmbeddingArgs a, int64_t count, Divisor accesses_per_row) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= count) return;
-  int64_t column;
-  const int64_t token = accesses_per_row.divide(i, column);
-  const int64_t id = a.ids[token];
-  Access part = {};
-  if (uint64_t(id) < uint64_t(a.vocabulary)) {
-    part = reinterpret_cast<const Access*>(static_cast<const char*>(a.weight) + id * a.weight_stride)[column];
-  }
-  reinterpret_cast<Access*>(static_cast<char*>(a.out) + token * a.out_stride)[column] = part;
+__global__ void __launch_bounds__(kThreads) embedding_kernel(const EmbeddingArgs a, int64_t tokens) {
+  const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (token >= tokens) return;
+  const int64_t id = a.ids[token], accesses = a.row_bytes / int64_t(sizeof(Access));
+  const bool known = uint64_t(id) < uint64_t(a.vocabulary);
+  const char* row = static_cast<const char*>(a.weight) + (known ? id * a.weight_stride : 0);
+  const Access* from = reinterpret_cast<const Access*>(row);
+  Access* to = reinterpret_cast<Access*>(static_cast<char*>(a.out) + token * a.out_stride);
+  for (int64_t i = threadIdx.x; i < accesses; i += blockDim.x) to[i] = known ? from[i] : Access{};
 }
 
 }  // namespace
@@ -29,11 +27,10 @@ int embedding(const EmbeddingArgs& args, int64_t tokens, void* stream) {
   if (tokens == 0 || args.row_bytes == 0) return 0;
   const int bytes = access_bytes(
       {address(args.weight), address(args.out), args.row_bytes, args.weight_stride, args.out_stride});
-  const int64_t accesses_per_row = args.row_bytes / bytes, count = tokens * accesses_per_row;
+  const int x = int(std::min<int64_t>(args.row_bytes / bytes, kThreads)), y = kThreads / x;
   dispatch_access(bytes, [&](auto access) {
     embedding_kernel<decltype(access)>
-        <<<grid_size(ceil_div<int64_t>(count, kThreads)), kThreads, 0, cudaStream_t(stream)>>>(
-            args, count, Divisor(accesses_per_row));
+        <<<grid_size(ceil_div<int64_t>(tokens, y)), dim3(x, y), 0, cudaStream_t(stream)>>>(args, tokens);
   });
   return launch_result();
 }

@@ -188,7 +188,7 @@ void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
     if (vectors <= 16) return launch_rows<T, N, 16, 1, Add>(a, rows, stream);
     if (vectors <= 32) return launch_rows<T, N, 32, 1, Add>(a, rows, stream);
     if (vectors <= 64) return launch_rows<T, N, 64, 1, Add>(a, rows, stream);
-    if (vectors <= 128) return launch_rows<T, N, 128, 1, Add>(a, rows, stream);
+    if (vectors <= 128) return launch_rows<T, N, 64, 2, Add>(a, rows, stream);
     if (vectors <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
     if (vectors <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
     if (vectors <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
