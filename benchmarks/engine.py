@@ -104,11 +104,13 @@ def open_pelton(folder: Path, settings: Settings) -> Generate:
     from pelton import LLM, SamplingParams
 
     on_gpu = settings["device"] != "cpu"
+    if settings["isa"] == "avx2" and hasattr(torch.ops.pelton, "quant_allow_vnni"):
+        torch.ops.pelton.quant_allow_vnni(False)
     llm = LLM(
         str(model_folder(folder, settings)),
         device=settings["device"],
         load_format="dummy" if on_gpu else "auto",
-        dtype=settings["dtype"],
+        dtype="bfloat16" if settings["dtype"].startswith("int4") else settings["dtype"],
         max_model_len=settings["context"],
         max_num_seqs=max(settings["batch"]),
         max_num_batched_tokens=16384 if on_gpu else 2048,
@@ -238,7 +240,8 @@ def open_llama_cpp(folder: Path, settings: Settings) -> Generate:
 
     slots = max(settings["batch"])
     params = xllamacpp.CommonParams()
-    params.model.path = str(folder / f"model-{'f32' if settings['dtype'] == 'float32' else 'bf16'}.gguf")
+    form = {"float32": "f32", "bfloat16": "bf16"}.get(settings["dtype"], "int4")
+    params.model.path = str(folder / f"model-{form}.gguf")
     params.n_parallel = slots
     params.n_ctx = settings["context"] * slots
     params.n_batch = params.n_ubatch = 512
@@ -290,7 +293,7 @@ def open_vllm(folder: Path, settings: Settings) -> Generate:
 
 
 # What holds torch's and oneDNN's run-time dispatch to one instruction set, so that a machine with wider
-# registers can stand in for a plain one. It does not bind Pelton (its wheel decides) nor llama.cpp.
+# registers can stand in for a plain one. It does not bind Pelton (its wheel decides, besides AVX-VNNI) nor llama.cpp.
 ISA_LIMITS = {
     "native": {},
     "avx2": {
@@ -452,7 +455,10 @@ def main() -> None:
     )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
     parser.add_argument(
-        "--dtype", nargs="+", choices=["float32", "bfloat16"], help="default: float32, GPU bfloat16"
+        "--dtype",
+        nargs="+",
+        choices=["float32", "bfloat16", "int4", "int4-head16"],
+        help="default: float32, GPU bfloat16; int4: pelton beside llama.cpp's Q4_0, see benchmarks/models.py",
     )
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens a sequence")
     parser.add_argument("--new-tokens", type=int, default=128)

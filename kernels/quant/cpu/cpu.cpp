@@ -23,6 +23,8 @@ constexpr int64_t kDepthStride = kDepth + 16;  // rows of x start in different s
 constexpr int64_t kByteDepth = 512;            // inputs of a piece that is unpacked to bytes
 constexpr int kDotRows = kWide ? 6 : 4;        // of a register tile of dot products
 constexpr int kDirectRows = 4;                 // in fp32 that are worth unpacking in registers
+constexpr int64_t kAhead =
+    8 << 10;  // bytes that few rows have on their way from memory: more than the core fetches
 constexpr int64_t kBlockRows = 96;
 constexpr int64_t kTasksPerThread = 4;    // so that a thread that is held up does less
 constexpr int64_t kTaskWork = 128 << 10;  // multiplications that are worth a task; half of it for one row
@@ -232,7 +234,9 @@ inline void dot_blocks(const ByteRows& x, const uint8_t* weight, int64_t blocks,
     for (int s = 0; s < kBlock / kInputs; ++s) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const Bytes raw = load_bytes(weight + s * kStepBytes + v * Vec::width * 4);
+        const uint8_t* from = weight + s * kStepBytes + v * Vec::width * 4;
+        if constexpr (W == Weights::packed4) _mm_prefetch((const char*)from + kAhead, _MM_HINT_T0);
+        const Bytes raw = load_bytes(from);
         const Bytes low = W == Weights::packed4 ? raw & half : raw;
         const Bytes high = W == Weights::packed4 ? shift_right_ints<4>(raw) & half : raw;
 #pragma GCC unroll 8
@@ -343,6 +347,7 @@ void multiply_direct(const QuantLinearArgs& a, int64_t panel, const FieldRows& x
     for (int64_t s = 0; s < count * kSteps; ++s, w += kStepBytes, from += kFields) {
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
+        _mm_prefetch((const char*)w + v * Vec::width * 4 + kAhead, _MM_HINT_T0);
         const Bytes raw = load_bytes(w + v * Vec::width * 4);
         unrolled<kFields>([&](auto j) __attribute__((always_inline)) {
           const Vec field = masked_field<Bits, j>(raw);
