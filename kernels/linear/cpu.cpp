@@ -1,8 +1,10 @@
 // out = x W^T + bias with weights packed into panels, [panels][in_features][panel width], sums in fp32.
-// A task is a block of rows, widened once, times a run of panels, each read once, by register tiles.
-// Method: Goto and van de Geijn, 2008, with B packed ahead of time and A a task at a time.
+// A task is a block of rows, widened once, times a run of panels, each read once, by register tiles; bfloat16
+// times bfloat16 by AMX, where the CPU has it. Method: Goto and van de Geijn, 2008, with B packed ahead of
+// time and A a task at a time.
 #include <algorithm>
 
+#include "../common/amx.h"
 #include "../common/scratch.h"
 #include "../common/tile.h"
 #include "linear.h"
@@ -23,6 +25,12 @@ constexpr int64_t kSumBytes = kWide ? 512 << 10 : 128 << 10;  // of sums that wa
 constexpr int64_t kTasksPerThread = 4;                        // so that a thread that is held up does less
 constexpr int64_t kTaskWork = 64 << 10;  // multiplications that are worth a task; half of it for one row
 constexpr int64_t kTaskPanels = 6;       // that make up for widening x once more
+
+constexpr int64_t kAmxRows = 8;     // that are worth a tile of 16
+constexpr int64_t kAmxDepth = 512;  // of a piece of a panel whose rows are paired for AMX
+constexpr int64_t kAmxInputBytes = 1 << 20;
+constexpr int64_t kAmxSpeed = 8;        // against FMA, for the size of tasks
+constexpr int64_t kAmxAhead = 8 << 10;  // bytes that are fetched ahead while rows are paired
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -47,7 +55,7 @@ Cut cut_depth(int64_t rows, int64_t in_features) {
 }
 
 struct Buffers {
-  Scratch input, sums;
+  Scratch input, sums, pairs;
 };
 Buffers& buffers() {
   thread_local Buffers b;
@@ -165,6 +173,59 @@ void linear_task(const LinearArgs& a, Range rows, Range panels) {
   }
 }
 
+bool use_amx(const LinearArgs& a) {
+  return a.dtype == DType::bf16 && a.weight_dtype == DType::bf16 && a.rows >= kAmxRows && uses_amx();
+}
+
+#if defined(PELTON_AVX512)
+void amx_task(const LinearArgs& a, Range rows, Range panels) {
+  const int64_t num_rows = rows.size(), padded_rows = ceil_div(num_rows, kTileHeight) * kTileHeight;
+  const int64_t depth = ceil_div(a.in_features, kTileDepth) * kTileDepth;
+  const int64_t stride = depth + kTileDepth;  // rows start in different sets of the cache
+  // x with zeros up to whole tiles; what stands beyond would be multiplied with zeros, but may be NaN.
+  bf16* input = reinterpret_cast<bf16*>(buffers().input.floats(padded_rows * stride / 2));
+  for (int64_t r = 0; r < padded_rows; ++r) {
+    bf16* to = input + r * stride;
+    const int64_t count = r < num_rows ? a.in_features : 0;
+    if (count > 0) std::copy_n(static_cast<const bf16*>(a.x) + (rows.first + r) * a.x_stride, count, to);
+    std::fill(to + count, to + depth, bf16{});
+  }
+  float* sums = buffers().sums.floats(padded_rows * kPanel);
+  bf16* pairs = reinterpret_cast<bf16*>(buffers().pairs.floats(kAmxDepth * kPanel / 2));
+  const Tiles tiles;
+  for (int64_t panel = panels.first; panel < panels.last; ++panel) {
+    const bf16* weight = static_cast<const bf16*>(a.weight) + panel * a.in_features * kPanel;
+    if (depth == 0) std::fill_n(sums, padded_rows * kPanel, 0.f);
+    for (int64_t first = 0; first < depth; first += kAmxDepth) {
+      const int64_t last = std::min(depth, first + kAmxDepth);
+      const bf16 zeros[kPanel] = {};
+      for (int64_t k = first; k < last; k += 2) {
+        const bf16* from = weight + k * kPanel;
+        for (int64_t i = 0; i < 2 * kPanel * 2; i += 64)
+          _mm_prefetch(reinterpret_cast<const char*>(from) + kAmxAhead + i, _MM_HINT_T0);
+        pair_rows(k < a.in_features ? from : zeros, k + 1 < a.in_features ? from + kPanel : zeros,
+                  pairs + (k - first) * kPanel);
+      }
+      // The next piece comes while this one is multiplied.
+      const int64_t steps = (last - first) / kTileDepth,
+                    tiles_of_rows = ceil_div(padded_rows, 2 * kTileHeight);
+      const char* next = reinterpret_cast<const char*>(weight + last * kPanel);
+      const int64_t step_bytes = ceil_div((last - first) * kPanel * 2, steps * tiles_of_rows * 64) * 64;
+      for (int64_t r = 0; r < padded_rows; r += 2 * kTileHeight, next += steps * step_bytes) {
+        const bf16* x = input + r * stride + first;
+        float* to = sums + r * kPanel;
+        if (r + 2 * kTileHeight <= padded_rows) {
+          multiply_tiles<2>(x, stride, pairs, steps, to, first > 0, {next, step_bytes});
+        } else {
+          multiply_tiles<1>(x, stride, pairs, steps, to, first > 0, {next, step_bytes});
+        }
+      }
+    }
+    finish_panel<bf16>(a, rows.first, num_rows, panel, sums);
+  }
+}
+#endif
+
 template <class T>
 void pack_panels(const PackArgs& a, int64_t first_panel, int64_t last_panel) {
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
@@ -182,18 +243,29 @@ void pack_panels(const PackArgs& a, int64_t first_panel, int64_t last_panel) {
 
 int64_t linear_panel_width() { return kPanel; }
 
+#if defined(PELTON_AVX512)
+bool uses_amx() { return amx_usable(); }
+void allow_amx(bool allow) { amx_allowed = allow; }
+#else
+bool uses_amx() { return false; }
+void allow_amx(bool) {}
+#endif
+
 LinearPlan plan_linear(const LinearArgs& a, int64_t threads) {
   const int64_t panels = ceil_div(a.out_features, kPanel);
-  const int64_t row_blocks = ceil_div(a.rows, kBlockRows);
+  const bool amx = use_amx(a);
+  const int64_t amx_rows =
+      std::clamp<int64_t>(kAmxInputBytes / 2 / std::max<int64_t>(1, a.in_features), 64, 256);
+  const int64_t row_blocks = ceil_div(a.rows, amx ? amx_rows : kBlockRows);
   const int64_t rows = ceil_div(a.rows, row_blocks);
-  const int64_t work = (rows == 1 ? 2 : rows) * a.in_features * panels * kPanel;
+  const int64_t work = (rows == 1 ? 2 : rows) * a.in_features * panels * kPanel / (amx ? kAmxSpeed : 1);
   // Equal shares for all threads first, then smaller ones as far as they pay.
   const int64_t tasks = std::min(work / kTaskWork, panels * row_blocks / kTaskPanels);
   const int64_t shares = std::clamp<int64_t>(tasks / threads, 1, kTasksPerThread);
   int64_t panel_blocks =
       std::min(ceil_div(threads * shares, row_blocks), std::max<int64_t>(1, work / kTaskWork));
   const Cut cut = cut_depth(rows, a.in_features);
-  if (cut.pieces_at_once < cut.pieces) {
+  if (!amx && cut.pieces_at_once < cut.pieces) {
     const int64_t panels_at_once = std::max<int64_t>(1, kSumBytes / (rows * kPanel * int64_t(sizeof(float))));
     panel_blocks = std::max(panel_blocks, ceil_div(panels, panels_at_once));
   }
@@ -204,6 +276,9 @@ void linear(const LinearArgs& a, const LinearPlan& plan, int64_t task) {
   // Row blocks of the same panels follow each other, so that threads share the panels in the cache.
   const Range rows = part(a.rows, plan.row_blocks, task % plan.row_blocks);
   const Range panels = part(plan.panels, plan.panel_blocks, task / plan.row_blocks);
+#if defined(PELTON_AVX512)
+  if (use_amx(a)) return amx_task(a, rows, panels);
+#endif
   dispatch(a.dtype, [&](auto x) {
     dispatch(a.weight_dtype, [&](auto w) { linear_task<decltype(x), decltype(w)>(a, rows, panels); });
   });

@@ -30,6 +30,10 @@ struct PackArgs {
 
 namespace cpu {
 int64_t linear_panel_width();
+// Whether AMX is used, which the CPU, the system and the library's level decide; and whether it may be, for
+// tests.
+bool uses_amx();
+void allow_amx(bool allow);
 LinearPlan plan_linear(const LinearArgs& args, int64_t threads);
 void linear(const LinearArgs& args, const LinearPlan& plan, int64_t task);
 void pack_linear_weight(const PackArgs& args, int64_t first_panel, int64_t last_panel);

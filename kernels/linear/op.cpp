@@ -81,6 +81,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(pelton, m) {
   m.def("linear(Tensor(a!) out, Tensor x, Tensor packed_weight, Tensor? bias) -> ()");
   m.def("pack_linear_weight(Tensor(a!) packed, Tensor weight) -> ()");
   m.def("linear_panel_width() -> int");
+  m.def("cpu_uses_amx() -> bool");
+  m.def("cpu_allow_amx(bool allow) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
   m.impl("linear", TORCH_BOX(&pelton::linear_cpu));
@@ -88,4 +90,6 @@ STABLE_TORCH_LIBRARY_IMPL(pelton, CPU, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(pelton, CompositeExplicitAutograd, m) {
   m.impl("linear_panel_width", TORCH_BOX(&pelton::cpu::linear_panel_width));
+  m.impl("cpu_uses_amx", TORCH_BOX(&pelton::cpu::uses_amx));
+  m.impl("cpu_allow_amx", TORCH_BOX(&pelton::cpu::allow_amx));
 }

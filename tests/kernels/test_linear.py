@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,6 +18,17 @@ if ops.backend() != "cpu":
 
 P = ops.linear_panel_width()
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(params=[False, True], ids=["without-amx", "with-amx"])
+def amx(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to multiply bfloat16 with bfloat16, where this CPU has both."""
+    torch.ops.pelton.cpu_allow_amx(True)
+    if request.param and not torch.ops.pelton.cpu_uses_amx():
+        pytest.skip("this CPU or this library has no AMX")
+    torch.ops.pelton.cpu_allow_amx(request.param)
+    yield
+    torch.ops.pelton.cpu_allow_amx(True)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,6 +67,7 @@ def test_packs_strided_rows() -> None:
 
 
 # Rows around the tile heights of both instruction sets, and past one block of rows.
+@pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 14, 15, 28, 29, 95, 96, 97, 168, 169, 350])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_number_of_rows(rows: int, dtype: torch.dtype) -> None:
@@ -81,6 +93,30 @@ def test_every_width(out_features: int, rows: int) -> None:
     torch.manual_seed(out_features)
     x, weight, bias = torch.randn(rows, 65), torch.randn(out_features, 65), torch.randn(out_features)
     assert_product(run(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("in_features", [1, 2, 31, 32, 33, 511, 512, 513, 1100])
+@pytest.mark.parametrize("rows", [8, 17, 32, 300])
+def test_every_depth_in_bfloat16(in_features: int, rows: int) -> None:
+    torch.manual_seed(in_features)
+    x, weight = torch.randn(rows, in_features).bfloat16(), torch.randn(2 * P + 3, in_features).bfloat16()
+    bias = torch.randn(2 * P + 3).bfloat16()
+    out = with_row_stride(torch.zeros(rows, 2 * P + 3).bfloat16())
+    assert_product(run(with_row_stride(x), weight, bias, out=out), x, weight, bias)
+    assert out.as_strided((rows, 5), (2 * P + 8, 1), 2 * P + 3).isnan().all(), "the gap was written"
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_bad_values_in_bfloat16_reach_what_they_should(bad: float) -> None:
+    x, weight = torch.randn(20, 100).bfloat16(), torch.randn(P + 3, 100).bfloat16()
+    x[19, 99] = weight[P, 0] = bad
+    got = run(x, weight)
+    assert not got[19].isfinite().any()
+    assert not got[:, P].isfinite().any()
+    assert got[:19, :P].isfinite().all()
+    assert got[:19, P + 1 :].isfinite().all()
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES, ids=str)
