@@ -96,6 +96,47 @@ inline bool cpu_has_vnni() { return __builtin_cpu_supports("avxvnni") != 0; }
 
 #endif
 
+#if defined(PELTON_AVX512)
+// A step of a panel (quant_linear.h) as pairs of bfloat16, less the middle of their range: exact. One row of
+// 16 pairs for each two of its inputs, `to_row` elements apart.
+template <int Bits>
+inline void step_to_bf16_pairs(const uint8_t* step, bf16* to, int64_t to_row) {
+  const __m512i raw = _mm512_loadu_si512(step);
+  if constexpr (Bits == 4) {
+    // 0 - 8 ... 15 - 8, the lower and the upper byte of each.
+    const __m512i lower = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, char(0xE0), char(0xC0), char(0xA0), char(0x80), 0x40, 0, char(0x80), 0, char(0x80),
+                      0, 0x40, char(0x80), char(0xA0), char(0xC0), char(0xE0)));
+    const __m512i upper = _mm512_broadcast_i32x4(_mm_setr_epi8(char(0xC1), char(0xC0), char(0xC0), char(0xC0),
+                                                               char(0xC0), char(0xC0), char(0xC0), char(0xBF),
+                                                               0, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40));
+    const __m512i half = _mm512_set1_epi8(15);
+    const __m512i fields[2] = {_mm512_and_si512(raw, half),
+                               _mm512_and_si512(_mm512_srli_epi16(raw, 4), half)};
+    for (int i = 0; i < 2; ++i) {
+      const __m512i low = _mm512_shuffle_epi8(lower, fields[i]), high = _mm512_shuffle_epi8(upper, fields[i]);
+      // Two lanes' four values each, then the first and the second pair of four lanes.
+      const __m512 a = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));
+      const __m512 b = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+      _mm512_storeu_ps(to + 2 * i * to_row, _mm512_shuffle_ps(a, b, 0x88));
+      _mm512_storeu_ps(to + (2 * i + 1) * to_row, _mm512_shuffle_ps(a, b, 0xDD));
+    }
+  } else {
+    const __m512 middle = _mm512_set1_ps(128);
+    const __m512i byte = _mm512_set1_epi32(255), upper = _mm512_set1_epi32(int32_t(0xFFFF0000));
+    const auto bits = [&](__m512i field) {
+      return _mm512_castps_si512(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(field, byte)), middle));
+    };
+    for (int i = 0; i < 2; ++i) {
+      const __m512i two = i == 0 ? raw : _mm512_srli_epi32(raw, 16);
+      const __m512i first = _mm512_srli_epi32(bits(two), 16);
+      const __m512i second = _mm512_and_si512(bits(_mm512_srli_epi32(two, 8)), upper);
+      _mm512_storeu_si512(to + i * to_row, _mm512_or_si512(first, second));
+    }
+  }
+}
+#endif
+
 // A sum of dot products of one block of 32 inputs, which begins at `start`: 32-bit lanes, one for each
 // output.
 struct VnniSum {

@@ -1,10 +1,13 @@
 // out = x W^T + bias with weights of 4 or 8 bits and a scale, perhaps a zero point, for groups of inputs.
 // A task is a block of rows, converted once, times a run of panels. Few rows take the weights from registers
 // as they are read; more rows share a piece of a panel that is unpacked into the first cache.
-// Method: x in int8 with a scale for each 32 inputs as in llama.cpp's Q8_0, or in fp32; tiles as in linear.
+// Many rows of bfloat16 go through AMX where the CPU has it: products with weights less their middle are
+// exact there. Method: x in int8 with a scale for each 32 inputs as in llama.cpp's Q8_0, or in fp32; tiles as
+// in linear.
 #include <algorithm>
 #include <cstring>
 
+#include "../../common/amx.h"
 #include "../../common/scratch.h"
 #include "../../common/tile.h"
 #include "bytes.h"
@@ -26,6 +29,10 @@ constexpr int kDirectRows = 4;                 // in fp32 that are worth unpacki
 constexpr int64_t kAhead =
     8 << 10;  // bytes that few rows have on their way from memory: more than the core fetches
 constexpr int64_t kBlockRows = 96;
+constexpr int64_t kAmxRows = 8;     // that are worth a tile of 16
+constexpr int64_t kAmxBlocks = 16;  // of a piece of a panel that is unpacked for AMX
+constexpr int64_t kAmxInputBytes = 1 << 20;
+constexpr int64_t kAmxSpeed = 4;          // against the other ways, for the size of tasks
 constexpr int64_t kTasksPerThread = 4;    // so that a thread that is held up does less
 constexpr int64_t kTaskWork = 128 << 10;  // multiplications that are worth a task; half of it for one row
 constexpr int64_t kTaskPanels = 6;        // that make up for converting x once more
@@ -538,8 +545,112 @@ void float_task(const QuantLinearArgs& a, Range rows, Range panels, uint64_t cal
   }
 }
 
+#if defined(PELTON_AVX512)
+bool use_amx(const QuantLinearArgs& a) {
+  return a.dtype == DType::bf16 && a.rows >= kAmxRows && amx_usable();
+}
+
+// Calls f(first block, blocks, group, index) for the runs of blocks that are of one piece and of one group.
+template <class F>
+inline void for_each_run(const QuantLinearArgs& a, Range blocks, int64_t index, F&& f) {
+  for_each_group(a, blocks,
+                 [&](int64_t first, int64_t count, int64_t group) { f(first, count, group, index++); });
+}
+
+template <int Bits>
+void amx_task(const QuantLinearArgs& a, Range rows, Range panels, uint64_t call) {
+  constexpr int64_t kFields = 32 / Bits, kSteps = kBlock / kFields, kTileRows2 = 2 * kTileHeight;
+  static_assert(kPanel == 2 * kTileHeight && kBlock == kTileDepth);
+  const int64_t num_rows = rows.size(), padded_rows = ceil_div(num_rows, kTileHeight) * kTileHeight;
+  const int64_t stride = a.blocks * kBlock + kBlock;  // rows start in different sets of the cache
+  const int64_t max_runs = a.groups + ceil_div(a.blocks, kAmxBlocks);
+  bf16* input = reinterpret_cast<bf16*>(buffers().input.floats(padded_rows * stride / 2));
+  float* sums_of_x = buffers().scales.floats(max_runs * padded_rows);  // [run][row]
+  if (take_input(call, rows.first)) {
+    float* wide = buffers().row.floats(2 * a.blocks * kBlock + a.in_features);
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      if (r < num_rows) {
+        widen_row<bf16>(a, rows.first + r, wide);
+      } else {
+        std::fill_n(wide, a.blocks * kBlock, 0.f);
+      }
+      for (int64_t k = 0; k < a.blocks * kBlock; k += Vec::width)
+        store(input + r * stride + k, load(wide + k));
+      int64_t index = 0;
+      for (int64_t first = 0; a.zeros && first < a.blocks; first += kAmxBlocks) {
+        const Range piece{first, std::min(a.blocks, first + kAmxBlocks)};
+        for_each_run(a, piece, index, [&](int64_t from, int64_t count, int64_t, int64_t run) {
+          Vec total = Vec::zero();
+          for (int64_t k = from * kBlock; k < (from + count) * kBlock; k += Vec::width)
+            total = total + load(wide + k);
+          sums_of_x[run * padded_rows + r] = sum(total);
+          index = run + 1;
+        });
+      }
+    }
+  }
+  float* sums = buffers().sums.floats(padded_rows * kPanel);
+  bf16* pairs = reinterpret_cast<bf16*>(buffers().weight.floats(kAmxBlocks * kBlock * kPanel / 2));
+  alignas(64) float product[kTileRows2 * kPanel];
+  const Tiles tiles;
+  for (int64_t panel = panels.first; panel < panels.last; ++panel) {
+    const uint8_t* weight = a.weight + panel * panel_bytes(a);
+    std::fill_n(sums, padded_rows * kPanel, 0.f);
+    int64_t index = 0;
+    for (int64_t first = 0; first < a.blocks; first += kAmxBlocks) {
+      const Range piece{first, std::min(a.blocks, first + kAmxBlocks)};
+      bf16* to = pairs;
+      for (int64_t s = 0; s < piece.size() * kSteps; ++s, weight += kStepBytes, to += kFields * kPanel) {
+        for (int v = 0; v < kVectors; ++v) {
+          const uint8_t* from = weight + v * Vec::width * 4;
+          _mm_prefetch(reinterpret_cast<const char*>(from) + kAhead, _MM_HINT_T0);
+          step_to_bf16_pairs<Bits>(from, to + v * 2 * Vec::width, 2 * kPanel);
+        }
+      }
+      for_each_run(a, piece, index, [&](int64_t from, int64_t count, int64_t group, int64_t run) {
+        Vec scale[kVectors], shift[kVectors];
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t at = (panel * a.groups + group) * kPanel + v * Vec::width;
+          scale[v] = load_scales(a, at);
+          if (a.zeros)
+            shift[v] = scale[v] * (Vec::set1(float(1 << (Bits - 1))) - load_unsigned(a.zeros + at));
+        }
+        const bf16* part = pairs + (from - first) * kBlock * kPanel;
+        for (int64_t r = 0; r < padded_rows; r += kTileRows2) {
+          const bf16* x = input + r * stride + from * kBlock;
+          const int64_t height = std::min(kTileRows2, padded_rows - r);
+          if (height == kTileRows2) {
+            multiply_tiles<2>(x, stride, part, count, product, false);
+          } else {
+            multiply_tiles<1>(x, stride, part, count, product, false);
+          }
+          float* tile_sums = sums + r * kPanel;
+          for (int64_t i = 0; i < height; ++i) {
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) {
+              const int64_t at = i * kPanel + v * Vec::width;
+              Vec total = fma(scale[v], load(product + at), load(tile_sums + at));
+              if (a.zeros) total = fma(shift[v], Vec::set1(sums_of_x[run * padded_rows + r + i]), total);
+              store(tile_sums + at, total);
+            }
+          }
+        }
+        index = run + 1;
+      });
+    }
+    finish_panel<bf16>(a, rows, panel, sums);
+  }
+}
+#else
+bool use_amx(const QuantLinearArgs&) { return false; }
+#endif
+
 template <class X>
 void task_of(const QuantLinearArgs& a, Range rows, Range panels, uint64_t call) {
+#if defined(PELTON_AVX512)
+  if (use_amx(a))
+    return a.bits == 4 ? amx_task<4>(a, rows, panels, call) : amx_task<8>(a, rows, panels, call);
+#endif
   if (a.int8) return byte_task<X>(a, rows, panels, call);
   if (rows.size() <= kDirectRows) {
     if (a.bits == 4) return direct_task<X, 4>(a, rows, panels, call);
@@ -563,9 +674,12 @@ void quant_allow_vnni(bool allow) { allow_vnni = allow; }
 
 QuantLinearPlan plan_quant_linear(const QuantLinearArgs& a, int64_t threads) {
   const int64_t panels = ceil_div(a.out_features, kPanel);
-  const int64_t row_blocks = ceil_div(a.rows, kBlockRows);
+  const bool amx = use_amx(a);
+  const int64_t amx_rows =
+      std::clamp<int64_t>(kAmxInputBytes / (2 * kBlock) / std::max<int64_t>(1, a.blocks), 64, 256);
+  const int64_t row_blocks = ceil_div(a.rows, amx ? amx_rows : kBlockRows);
   const int64_t rows = ceil_div(a.rows, row_blocks);
-  const int64_t work = (rows == 1 ? 2 : rows) * a.blocks * kBlock * panels * kPanel;
+  const int64_t work = (rows == 1 ? 2 : rows) * a.blocks * kBlock * panels * kPanel / (amx ? kAmxSpeed : 1);
   // Equal shares for all threads first, then smaller ones as far as they pay.
   const int64_t tasks = std::min(work / kTaskWork, panels * row_blocks / kTaskPanels);
   const int64_t shares = std::clamp<int64_t>(tasks / threads, 1, kTasksPerThread);
