@@ -4,7 +4,7 @@
 namespace pelton::gpu {
 
 int rms_norm(const RmsNormArgs& a, int64_t rows, void* stream) {
-  return run_norm<false>(
+  return norm::run<false>(
       {a.out, a.x, nullptr, a.weight, a.width, 0, DeviceRows(a.x_rows), DeviceRows(a.out_rows), a.eps},
       a.dtype, rows, stream);
 }

@@ -6,7 +6,7 @@
 #include "../common/gpu.cuh"
 #include "norm.h"
 
-namespace pelton::gpu {
+namespace pelton::gpu::norm {
 
 // Both operators; the fused one stores x plus the residual to the residual and goes on with that.
 struct NormArgs {
@@ -201,7 +201,7 @@ void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
 
 // Both operators' launch.
 template <bool Add>
-int run_norm(const NormArgs& a, DType dtype, int64_t rows, void* stream) {
+int run(const NormArgs& a, DType dtype, int64_t rows, void* stream) {
   if (rows == 0 || a.width == 0) return 0;
   dispatch(dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -219,4 +219,4 @@ int run_norm(const NormArgs& a, DType dtype, int64_t rows, void* stream) {
   return launch_result();
 }
 
-}  // namespace pelton::gpu
+}  // namespace pelton::gpu::norm
