@@ -26,11 +26,11 @@ constexpr int64_t kTasksPerThread = 4;                        // so that a threa
 constexpr int64_t kTaskWork = 64 << 10;  // multiplications that are worth a task; half of it for one row
 constexpr int64_t kTaskPanels = 6;       // that make up for widening x once more
 
-constexpr int64_t kAmxRows = 8;     // that are worth a tile of 16
-constexpr int64_t kAmxDepth = 512;  // of a piece of a panel whose rows are paired for AMX
+constexpr int64_t kAmxRows = 8;                      // that are worth a tile of 16
+[[maybe_unused]] constexpr int64_t kAmxDepth = 512;  // of a piece of a panel whose rows are paired for AMX
 constexpr int64_t kAmxInputBytes = 1 << 20;
-constexpr int64_t kAmxSpeed = 8;        // against FMA, for the size of tasks
-constexpr int64_t kAmxAhead = 8 << 10;  // bytes that are fetched ahead while rows are paired
+constexpr int64_t kAmxSpeed = 8;                         // against FMA, for the size of tasks
+[[maybe_unused]] constexpr int64_t kAmxAhead = 8 << 10;  // bytes that are fetched ahead while rows are paired
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -29,8 +29,8 @@ constexpr int kDirectRows = 4;                 // in fp32 that are worth unpacki
 constexpr int64_t kAhead =
     8 << 10;  // bytes that few rows have on their way from memory: more than the core fetches
 constexpr int64_t kBlockRows = 96;
-constexpr int64_t kAmxRows = 8;     // that are worth a tile of 16
-constexpr int64_t kAmxBlocks = 16;  // of a piece of a panel that is unpacked for AMX
+[[maybe_unused]] constexpr int64_t kAmxRows = 8;     // that are worth a tile of 16
+[[maybe_unused]] constexpr int64_t kAmxBlocks = 16;  // of a piece of a panel that is unpacked for AMX
 constexpr int64_t kAmxInputBytes = 1 << 20;
 constexpr int64_t kAmxSpeed = 4;          // against the other ways, for the size of tasks
 constexpr int64_t kTasksPerThread = 4;    // so that a thread that is held up does less
