@@ -14,8 +14,11 @@ function(pelton_add_options target)
   pelton_host_options(${target} -Wall -Wextra -ffunction-sections -fdata-sections)
   # GCC finds its own AVX-512 headers' undefined vectors in every caller (its bug 105593): thousands of lines.
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    pelton_host_options(${target} -Wno-uninitialized -Wno-maybe-uninitialized)
+    target_compile_options(${target} INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wno-uninitialized;-Wno-maybe-uninitialized>"
+      "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wno-uninitialized,-Wno-maybe-uninitialized>")
   endif()
+  # nvcc knows no such warning, so that GPU sources are not written for it.
+  target_compile_options(${target} INTERFACE "$<$<COMPILE_LANGUAGE:HIP>:-Wno-sign-compare>")
   target_link_options(${target} INTERFACE
     LINKER:--as-needed LINKER:--gc-sections LINKER:--exclude-libs,ALL
     LINKER:-z,noexecstack LINKER:-z,relro LINKER:-z,now)
@@ -64,6 +67,8 @@ function(pelton_harden target)
     CUDA_EXTENSIONS OFF
     CUDA_VISIBILITY_PRESET hidden
     CUDA_RUNTIME_LIBRARY None
+    HIP_EXTENSIONS OFF
+    HIP_VISIBILITY_PRESET hidden
     VISIBILITY_INLINES_HIDDEN ON
     POSITION_INDEPENDENT_CODE ON
     JOB_POOL_COMPILE compile

@@ -32,13 +32,14 @@ from typing import Any
 from . import sbom
 from .errors import BuildError, PlanError
 from .glibc import needs_stubs
+from .hipify import hipified_name, with_headers
 from .plan import Plan, PlannedSource, Setting, render
 from .planning import choose_profile, project_root, write_atomically
 from .profile import load_profile, profile_names
 from .project import load_project
 from .resolve import resolve
 from .settings import Choices, environment, read_choices
-from .table import UNBUILT, load_table
+from .table import load_table
 from .toolchain import probe_toolchain
 from .version import SourceVersion, source_version
 
@@ -59,7 +60,7 @@ __all__ = [
 REQUEST = "pelton_request.json"
 
 # Variables that lead to tools. An editable installation is rebuilt with the tools that it was built with.
-TOOL_VARIABLES = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "HIPCXX", "ROCM_PATH", "HIP_PATH")
+TOOL_VARIABLES = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "HIPCXX", "ROCM_PATH", "ROCM_HOME", "HIP_PATH")
 
 # What goes into the digest of the source, beside the two files at the top. Every profile is in every wheel, which
 # names the others (`profiles_of`).
@@ -192,37 +193,52 @@ def variables(
     """The variables that `cmake/*.cmake` read, by name without `PELTON_PLAN_`, each as a quoted CMake argument.
 
     STATE: as in the request.
-    PACKAGE, LIBRARY, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
+    PACKAGE, LIBRARY, KERNELS, CXX_STANDARD, CXX_COMPILER, MACHINE, TORCH_FLOOR: as in the plan.
     LANGUAGES: CMake's names of those that the plan needs. CUDA_COMPILER, CUDA_RUNTIME: the program and the static
         library of its toolkit; empty without CUDA.
+    HIP_COMPILER, HIP_ROOT, HIP_DEVICE_LIBS: the program, its ROCm and the folder of the device libraries; empty without
+        ROCm. HIP_ARCHS: all archs of the plan then.
+    HIPIFY_NAMES, HIPIFY_OUTPUTS: the HIP sources and the headers that they include, below the project, and what hipify
+        makes of them, below the folder of its outputs. TORCH: the folder of the torch package, whose hipify it is.
     GLIBC_FLOOR: glibc to link for; empty to link as usual.
     TORCH_INCLUDE, PYBIND11_INCLUDE: folders of headers.
     HIDDEN_FOLDERS: `folder=name` pairs that are replaced in binaries.
     JOBS, GPU_JOBS: sizes of the job pools.
     GROUPS: indices; GROUP_<i>_ROLE, _LANGUAGE, _SOURCES, _NAMES, _ARCHS, _FLAGS, _DEFINITIONS: sources that are
-        compiled alike, with their names in the plan; the archs as CMake names them, for GPU languages.
+        compiled alike, with their names in the plan; the archs as CMake names them, for GPU languages. HIP's sources
+        are outputs of hipify.
     HOSTS: indices; HOST_<i>_SOABI, _SUFFIX, _INCLUDE; HOST_SOURCES, HOST_DEFINITIONS: the host extension.
     BUILD_INFO, MARKER: files to install into the package. SBOM: the bill of materials of a wheel. DEPENDS: what the plan was made from. TEXT: for the log.
     VARIABLES: all names.
     """
-    cxx, cuda = plan.tool("cxx"), plan.tool("cuda")
+    cxx, cuda, rocm = plan.tool("cxx"), plan.tool("cuda"), plan.tool("rocm")
+    hipified = with_headers(root, hip_sources(plan))
     host = [source for source in plan.sources if source.role == "host"]
     pythons = plan.host_pythons if host else ()
     pybind11 = _pybind11_include() if pythons else ""
     hidden = [f"{plan.torch.path}=torch"] if plan.torch.path else []
     hidden += [f"{pybind11}=pybind11"] if pybind11 else []
     hidden += [f"{cuda.root}=cuda"] if cuda and cuda.root else []
+    hidden += [f"{rocm.root}=rocm"] if rocm and rocm.root else []
     hidden += [f"{python.include}=python{python.version}" for python in pythons]
     package = build_dir / plan.package
     found: dict[str, str | Iterable[str]] = {
         "STATE": request.state,
         "PACKAGE": plan.package,
+        "KERNELS": plan.kernels,
         "LIBRARY": plan.library,
         "CXX_STANDARD": str(plan.cxx_standard),
         "CXX_COMPILER": cxx.path if cxx else "",
         "LANGUAGES": sorted({"CXX", *(source.language for source in plan.sources)}, reverse=True),
         "CUDA_COMPILER": cuda.path if cuda else "",
         "CUDA_RUNTIME": cuda.runtime if cuda else "",
+        "HIP_COMPILER": rocm.path if rocm else "",
+        "HIP_ROOT": rocm.root if rocm else "",
+        "HIP_DEVICE_LIBS": rocm.device_libs if rocm else "",
+        "HIP_ARCHS": plan.archs if rocm else [],
+        "HIPIFY_NAMES": hipified,
+        "HIPIFY_OUTPUTS": [hipified_name(name) for name in hipified],
+        "TORCH": plan.torch.path,
         "MACHINE": plan.machine,
         "TORCH_FLOOR": plan.torch_floor,
         "GLIBC_FLOOR": plan.glibc if links_for_floor(plan, request) else "",
@@ -249,7 +265,12 @@ def variables(
     for index, group in enumerate(groups):
         found[f"GROUP_{index}_ROLE"] = group[0].role
         found[f"GROUP_{index}_LANGUAGE"] = group[0].language
-        found[f"GROUP_{index}_SOURCES"] = [str(root / plan.kernels / source.path) for source in group]
+        found[f"GROUP_{index}_SOURCES"] = [
+            hipified_name(f"{plan.kernels}/{source.path}")
+            if source.language == "HIP"
+            else str(root / plan.kernels / source.path)
+            for source in group
+        ]
         found[f"GROUP_{index}_NAMES"] = [source.path for source in group]
         found[f"GROUP_{index}_ARCHS"] = [
             _cmake_arch(arch) for arch in group[0].archs if group[0].role == "gpu"
@@ -258,6 +279,11 @@ def variables(
         found[f"GROUP_{index}_DEFINITIONS"] = group[0].definitions
     found["VARIABLES"] = sorted(found)
     return {name: quote(value) for name, value in found.items()}
+
+
+def hip_sources(plan: Plan) -> list[str]:
+    """The sources that pass through hipify, below the project."""
+    return [f"{plan.kernels}/{source.path}" for source in plan.sources if source.language == "HIP"]
 
 
 def links_for_floor(plan: Plan, request: Request) -> bool:
@@ -349,8 +375,7 @@ def profiles_of(root: Path) -> list[dict[str, Any]]:
             BuildError
         ):  # a broken profile is no profile yet, and no reason to stop another's build
             target = load_profile(root, name).target
-            if target.backend not in UNBUILT:
-                made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
+            made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
     return made
 
 
@@ -421,6 +446,8 @@ def _depends(root: Path, plan: Plan, build_dir: Path) -> list[Path]:
         root / plan.kernels / "kernels.toml",
         root / "pyproject.toml",
         *sorted(own),
+        # They may come to include a header that has not been hipified.
+        *(root / name for name in with_headers(root, hip_sources(plan))),
     ]
     return [*files, *([request_file(build_dir)] if request_file(build_dir).is_file() else [])]
 

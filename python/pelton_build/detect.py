@@ -23,7 +23,7 @@ from typing import Literal
 from .arch import cpu_flags_of, known_archs
 from .errors import DetectionError
 from .profile import Profile
-from .table import UNBUILT, KernelTable
+from .table import KernelTable
 from .toolchain import Toolchain, run_limited
 from .values import Version, VersionRange
 
@@ -241,8 +241,6 @@ def _fit_gpu(profile: Profile, hardware: Hardware, table: KernelTable, toolchain
         return f"for {', '.join(profile.target.arch)}, found {found}"
     if not any(backend in family.device and not family.supports for family in table.families):
         return f"kernels.toml has no source for backend {backend} yet"
-    if backend in UNBUILT:
-        return UNBUILT[backend]
     why = _no_toolkit(profile, toolchain)
     if why:
         return why

@@ -1,7 +1,7 @@
 """The plan of the emulated library: every GPU kernel, compiled as plain C++ for this machine's CPU.
 
 It is no profile, because nobody installs it: tests load it. `kernels/emulation/CMakeLists.txt` carries it out.
-Sources are the `rocm` list of each family, else its `cuda` list, without the files of some archs only.
+Sources are the `cuda` list of each family, else its `rocm` list, without the files of some archs only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def emulated_sources(table: KernelTable) -> EmulatedSources:
     gpu: list[str] = []
     left_out: list[str] = []
     for family in table.families:
-        device = family.device.get("rocm") or family.device.get("cuda") or ()
+        device = family.device.get("cuda") or family.device.get("rocm") or ()
         portable = [source.path for source in device if not source.archs]
         left_out += [f"{s.path} (for {', '.join(s.archs)} alone)" for s in device if s.archs]
         if not portable:

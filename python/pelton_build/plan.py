@@ -143,6 +143,10 @@ class Tool:
     """The same for clang."""
     runtime: str = ""
     """The CUDA runtime to link in, a static library; empty for other tools."""
+    device_libs: str = ""
+    """The folder of ROCm's device libraries; empty for other tools."""
+    archs: tuple[str, ...] = ()
+    """GPUs that this HIP compiler knows; empty when it does not say."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .plan import (
 )
 from .profile import Profile
 from .settings import DEVICE, PROFILE, PROFILE_FILE, Choices
-from .table import FOLDER, UNBUILT, Family, KernelTable, Source
+from .table import FOLDER, Family, KernelTable, Source
 from .toolchain import Toolchain
 from .values import Size, Version, VersionRange, check_label, join_label
 
@@ -38,6 +38,7 @@ JOB_MEMORY: Mapping[Role, Size] = {
 """Memory that one compiler process of a role may take: twice to three times what gcc 12 and nvcc 13 were seen to
 take."""
 
+_DEBIAN_ROCM = "clang-19 lld-19 clang-tools-19 libclang-rt-19-dev llvm-19 rocm-device-libs libamdhip64-dev"
 _CUDA_PACKAGES = "cuda-toolkit[nvcc,cudart,cccl]=={0}", "nvidia-nvvm=={1}.*", "nvidia-cuda-crt=={1}.*"
 
 
@@ -63,7 +64,7 @@ def resolve(
             0, f"kernels.toml has no source for backend {backend} yet, so there is nothing to build"
         )
     else:
-        problems[:0] = [*filter(None, [UNBUILT.get(backend)]), *_holes(table, features, backend)]
+        problems[:0] = _holes(table, features, backend)
     torch = _torch(table, toolchain, notes)
     if torch.requirement:
         build_requires = (*build_requires, torch.requirement)
@@ -169,8 +170,15 @@ def _tools(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple
         if gpu is None:
             problems.append(
                 f"no ROCm compiler found (looked at {_looked(toolchain.rocm.looked)}); install ROCm "
-                f"{needs.rocm or ''} or set ROCM_PATH".replace("  ", " ")
+                f"{needs.rocm or ''} and set ROCM_PATH to it, or on Debian and Ubuntu the packages {_DEBIAN_ROCM}"
             )
+        elif gpu.archs:
+            for arch in profile.target.arch:
+                if arch.partition(":")[0] not in gpu.archs:
+                    raise ToolchainError(
+                        f"{profile.file}: target.arch: {arch!r} is not known to {gpu.name} of ROCm {gpu.version} "
+                        f"({gpu.path}, from {gpu.origin}); set ROCM_PATH or HIPCXX to a newer one"
+                    )
     host = _host_compiler(profile, toolchain, gpu, problems)
     tools += [tool for tool in (host, gpu) if tool is not None]
     return tools, requires

@@ -54,7 +54,6 @@ from .values import Version, VersionRange, check_requirement, did_you_mean
 
 __all__ = [
     "FILE",
-    "UNBUILT",
     "Family",
     "FeatureEntry",
     "KernelTable",
@@ -66,12 +65,6 @@ __all__ = [
 
 FOLDER = "kernels"
 FILE = f"{FOLDER}/kernels.toml"
-
-UNBUILT: Mapping[Backend, str] = {
-    "rocm": "wheels for backend rocm cannot be built yet: this build does not translate and compile GPU sources for "
-    "AMD"
-}
-"""Backends whose sources are listed and planned, and that the build does not know how to compile yet."""
 
 BUILD_VARIABLES = ("PELTON_PROFILE", "PELTON_TARGET_DEVICE", "PELTON_TORCH_DIR", "PELTON_VERSION", "MAX_JOBS")
 """Environment variables that `settings` and `version` read, whatever the table says."""

@@ -9,8 +9,9 @@ The order in which a tool is taken; a variable that is set and unusable is an er
 - CUDA: `CUDACXX` (a program); `CUDA_HOME`, `CUDA_PATH` (folders with bin/nvcc); `nvcc` on PATH;
   /usr/local/cuda, /opt/cuda, /usr/local/cuda-* from the newest on; the packages of the build environment.
   Headers and runtime are those of the toolkit that the program belongs to.
-- ROCm: `HIPCXX` (a program); `ROCM_PATH`, `HIP_PATH` (folders); `amdclang++` or `hipcc` on PATH;
-  /opt/rocm, /opt/rocm-* from the newest on; a clang++ on PATH beside HIP headers in /usr.
+- ROCm: `HIPCXX` (a program); `ROCM_PATH`, `ROCM_HOME`, `HIP_PATH` (folders); `amdclang++` or `hipcc` on PATH;
+  /opt/rocm, /opt/rocm-* from the newest on; the newest clang++ on PATH beside HIP headers in /usr. Of hipcc the clang++
+  is taken that it runs. Device libraries are those of the toolkit, else the distribution's.
 - torch headers: `PELTON_TORCH_DIR`; the environment that is being installed into; the build environment.
 - Pythons for the host extension: the running one; `python3.N` on PATH; those of pyenv; /opt/python.
 """
@@ -51,6 +52,7 @@ LIMIT = 10.0
 """Seconds that a program has to answer in."""
 
 OLDEST_PYTHON = (3, 11)
+OLDEST_HIP_CLANG = 17
 
 
 @dataclass(frozen=True)
@@ -382,7 +384,7 @@ def probe_rocm(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
     probe = _toolkit(
         environ,
         program_variable="HIPCXX",
-        folder_variables=("ROCM_PATH", "HIP_PATH"),
+        folder_variables=("ROCM_PATH", "ROCM_HOME", "HIP_PATH"),
         inside=inside,
         on_path=("amdclang++", "hipcc"),
         folders=_folders(root, ("opt/rocm",), "opt/rocm-*"),
@@ -391,25 +393,87 @@ def probe_rocm(environ: Mapping[str, str], root: Path = Path("/")) -> Probe:
     if probe.tool is not None or probe.problem or not _is_file(_hip_header(root / "usr")):
         return probe
     # A distribution's ROCm: HIP headers in /usr and a clang++ with the AMDGPU backend, the newest one.
-    for name in ("clang++", *(f"clang++-{number}" for number in range(40, 14, -1))):
+    for name in (*(f"clang++-{number}" for number in range(40, OLDEST_HIP_CLANG - 1, -1)), "clang++"):
         path = _which(name, environ)
         if path is not None:
             tool, why = _rocm(path, "PATH", environ, root)
             if tool is not None:
                 return Probe(tool, others=probe.others, looked=probe.looked)
             probe = Probe(others=probe.others, looked=(*probe.looked, f"{path}, which {why}"))
+    if not probe.looked or "clang++" not in " ".join(probe.looked):
+        probe = Probe(
+            others=probe.others, looked=(*probe.looked, f"clang++-{OLDEST_HIP_CLANG} or newer on PATH")
+        )
     return probe
 
 
 def _rocm(path: str, origin: str, environ: Mapping[str, str], root: Path) -> tuple[Tool | None, str]:
+    environ = {**scrubbed(environ), "HIP_PLATFORM": "amd"}  # an nvcc on PATH turns hipcc into NVIDIA's
     said = run_limited([path, "--version"], environ)
     if said.problem:
         return None, said.problem
-    for top in (*Path(path).resolve().parents, *Path(path).parents, root / "usr"):
+    given, program = path, Path(path)
+    if program.name.startswith("hipcc"):
+        match = re.search(r"^InstalledDir: *(.+)$", said.out, re.MULTILINE)
+        program = Path(match[1].strip()) / "clang++" if match else program
+        if match is None or not _is_file(program):
+            return None, "does not say which clang++ it runs"
+        path = str(program)
+    if "clang" not in said.out:
+        return None, "is no clang"
+    clang = _version_in(said.out.partition("clang version")[2])
+    if clang and int(clang.partition(".")[0]) < OLDEST_HIP_CLANG:
+        return (
+            None,
+            f"is clang {clang}; {OLDEST_HIP_CLANG} is the oldest that makes code for every ROCm from 6 on",
+        )
+    archs = _hip_archs(path, environ)
+    if not archs:
+        return None, "has no AMDGPU backend"
+    linker = run_limited([path, "-print-prog-name=ld.lld"], environ).out.strip()
+    if not (linker and _which(linker, environ)):
+        return None, "has no ld.lld, which links code for GPUs; install lld"
+    for top in (*program.resolve().parents, *program.parents, *Path(given).parents, root / "usr"):
         version = _rocm_version(top)
         if version:
-            return Tool("rocm", "hip-clang", path, version, origin, str(top), version), ""
+            libs = _device_libs(program, top, root)
+            if libs is None:
+                return None, "has no device libraries (amdgcn/bitcode/ocml.bc); install rocm-device-libs"
+            return (
+                Tool(
+                    "rocm",
+                    "hip-clang",
+                    path,
+                    version,
+                    origin,
+                    str(top),
+                    version,
+                    device_libs=str(libs),
+                    archs=archs,
+                ),
+                "",
+            )
     return None, "has no HIP headers in its folder or above"
+
+
+def _hip_archs(path: str, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs that a clang++ knows; none when it has no such backend."""
+    command = [path, "--target=amdgcn-amd-amdhsa", "-nogpulib", "--print-supported-cpus"]
+    said = run_limited(command, environ)
+    return tuple(re.findall(r"^\s*(gfx\w+)\s*$", f"{said.out}\n{said.err}", re.MULTILINE))
+
+
+def _device_libs(program: Path, top: Path, root: Path) -> Path | None:
+    """The folder of the device libraries: in the toolkit, beside the compiler, of the distribution."""
+    folders = [top / "amdgcn/bitcode", top / "lib/amdgcn/bitcode"]
+    compiler = program.resolve().parent.parent
+    folders += [path / "lib/amdgcn/bitcode" for path in reversed(_inside(compiler / "lib/clang"))]
+    folders += [compiler / "amdgcn/bitcode"]
+    folders += [
+        root / f"usr/lib/{os.uname().machine}-linux-gnu/amdgcn/bitcode",
+        root / "usr/lib64/amdgcn/bitcode",
+    ]
+    return next((folder for folder in folders if _is_file(folder / "ocml.bc")), None)
 
 
 def _rocm_version(top: Path) -> str:

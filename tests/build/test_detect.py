@@ -85,7 +85,6 @@ def test_choice(
     more: tuple[Profile, ...],
     name: str,
 ) -> None:
-    monkeypatch.setattr(module, "UNBUILT", {})
     found = detect(hardware, (*PROFILES, *more), plan_cases.table(), toolchain, device)
     assert found.profile.name == name
     assert found.reason
@@ -103,12 +102,6 @@ def test_a_backend_without_sources_is_passed_over() -> None:
     found = detect(Hardware((H100,), V3), PROFILES, no_cuda, FULL)
     assert found.profile.name == "cpu-avx2"
     assert dict(found.rejected)["cuda-sm90"] == "kernels.toml has no source for backend cuda yet"
-
-
-def test_a_backend_that_cannot_be_built_yet_is_no_reason_for_its_profile() -> None:
-    found = detect(Hardware((MI210,), V3), PROFILES, plan_cases.table(), FULL)
-    assert found.profile.target.backend == "cpu"
-    assert "cannot be built yet" in dict(found.rejected)["rocm-gfx90a"]
 
 
 def test_package_index_counts_as_a_toolkit() -> None:

@@ -179,6 +179,10 @@ cpu = ["norm/cpu.cpp"]
 cuda = ["norm/gpu.cu"]
 rocm = ["norm/amd.cu"]
 
+[family.amd]
+op = ["amd/op.cpp"]
+rocm = ["amd/gpu.cu"]
+
 [family.gptq]
 op = ["quant/gptq/op.cpp"]
 cuda = ["quant/gptq/gpu.cu"]
@@ -197,8 +201,8 @@ instead.cuda = "torch"
 
 def test_emulated_are_the_gpu_sources_without_arch() -> None:
     sources = emulated_sources(parse_table(TABLE))
-    assert sources.gpu == ("gpu.cu", "norm/amd.cu", "quant/gptq/gpu.cu", "attention/gpu.cu")
-    assert sources.op == ("op.cpp", "norm/op.cpp", "quant/gptq/op.cpp", "attention/op.cpp")
+    assert sources.gpu == ("gpu.cu", "norm/gpu.cu", "amd/gpu.cu", "quant/gptq/gpu.cu", "attention/gpu.cu")
+    assert sources.op == ("op.cpp", "norm/op.cpp", "amd/op.cpp", "quant/gptq/op.cpp", "attention/op.cpp")
     assert [text.partition(" (")[0] for text in sources.left_out] == [
         "attention/gpu_sm90.cu",
         "family linear",
@@ -210,6 +214,6 @@ def test_every_gpu_family_is_emulated() -> None:
     sources = emulated_sources(table)
     for family in table.families:
         if family.device.get("cuda") or family.device.get("rocm"):
-            device = family.device.get("rocm") or family.device["cuda"]
+            device = family.device.get("cuda") or family.device["rocm"]
             portable = {source.path for source in device if not source.archs}
             assert portable and portable <= set(sources.gpu), family.name

@@ -358,10 +358,21 @@ def test_a_bare_machine_can_plan_and_says_what_is_missing() -> None:
     assert plan_for(CPU).build_requires == ()
 
 
-def test_rocm_is_planned_and_not_built_yet() -> None:
+def test_rocm_is_planned() -> None:
     plan = plan_for(ROCM)
-    assert "norm/gpu.cu" in {source.path for source in plan.sources}
-    assert len(plan.problems) == 1 and "rocm cannot be built yet" in plan.problems[0]
+    (source,) = (source for source in plan.sources if source.role == "gpu")
+    assert (source.path, source.language, source.archs) == ("norm/gpu.cu", "HIP", ("gfx90a",))
+    assert {"LIB_GPU=1", "LIB_ROCM=1"} <= set(source.definitions)
+    assert plan.problems == ()
+
+
+def test_a_hip_compiler_that_does_not_know_the_gpu() -> None:
+    old = with_tool(FULL, rocm=Probe(replace(HIP, archs=("gfx906", "gfx1030"))))
+    said = refusal(ToolchainError, ROCM, old)
+    assert "target.arch: 'gfx90a' is not known to hip-clang of ROCm 6.4.1" in said and "HIPCXX" in said
+    assert (
+        plan_for(ROCM, toolchain=with_tool(FULL, rocm=Probe(replace(HIP, archs=("gfx90a",))))).problems == ()
+    )
 
 
 @pytest.mark.parametrize(

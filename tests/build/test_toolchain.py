@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -285,7 +286,26 @@ def test_unusable_cuda_variable_is_an_error(tmp_path: Path, variable: str, value
 # --- ROCm ------------------------------------------------------------------------------------------------------------
 
 
-def rocm(top: Path, version: str, hip: str = "6 4") -> Path:
+HIP_CLANG = """case "$*" in
+  *--version*) echo "AMD clang version {0} (x)"; echo "InstalledDir: {1}";;
+  *--print-supported-cpus*) printf 'Available CPUs for this target:\\n\\n\\tgfx90a\\n\\tgfx1100\\n' >&2;;
+  *ld.lld*) echo {1}/ld.lld;;
+esac"""
+
+
+def hip_clang(path: Path, version: str = "19.0.0", lld: bool = True) -> Path:
+    if lld:
+        script(path.parent / "ld.lld", "true")
+    return script(path, HIP_CLANG.format(version, path.parent))
+
+
+def device_libs(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "ocml.bc").touch()
+    return folder
+
+
+def rocm(top: Path, version: str, hip: str = "6 4", clang: str = "19.0.0") -> Path:
     major, minor = hip.split()
     (top / "include/hip").mkdir(parents=True)
     (top / "include/hip/hip_version.h").write_text(
@@ -294,18 +314,24 @@ def rocm(top: Path, version: str, hip: str = "6 4") -> Path:
     if version:
         (top / ".info").mkdir()
         (top / ".info/version").write_text(f"{version}-47\n")
-    return script(top / "lib/llvm/bin/clang++", CLANG.format("19.0.0"))
+        device_libs(top / "amdgcn/bitcode")
+    return hip_clang(top / "lib/llvm/bin/clang++", clang)
 
 
 def test_rocm_is_found_in_the_documented_order(tmp_path: Path) -> None:
     rocm(tmp_path / "home", "7.0.1")
+    rocm(tmp_path / "other", "7.1.0")
     rocm(tmp_path / "opt/rocm", "6.4.1")
     rocm(tmp_path / "opt/rocm-6.2.0", "6.2.0")
-    environ = {"PATH": PATH, "ROCM_PATH": str(tmp_path / "home")}
+    environ = {"PATH": PATH, "ROCM_PATH": str(tmp_path / "home"), "ROCM_HOME": str(tmp_path / "other")}
     tool = probe_rocm(environ, tmp_path).tool
     assert tool is not None
     assert (tool.version, tool.origin, tool.root) == ("7.0.1", "ROCM_PATH", str(tmp_path / "home"))
+    assert tool.device_libs == str(tmp_path / "home/amdgcn/bitcode") and tool.archs == ("gfx90a", "gfx1100")
     del environ["ROCM_PATH"]
+    tool = probe_rocm(environ, tmp_path).tool
+    assert tool is not None and (tool.version, tool.origin) == ("7.1.0", "ROCM_HOME")
+    del environ["ROCM_HOME"]
     probe = probe_rocm(environ, tmp_path)
     assert probe.tool is not None and probe.tool.version == "6.4.1"
     assert [other.version for other in probe.others] == ["6.2.0"]
@@ -313,11 +339,51 @@ def test_rocm_is_found_in_the_documented_order(tmp_path: Path) -> None:
 
 
 def test_rocm_of_a_distribution(tmp_path: Path) -> None:
+    """The newest clang++ with a number wins over one without, which is the distribution's oldest."""
     rocm(tmp_path / "usr", "", hip="5 2")
-    clang = script(tmp_path / "bin/clang++-19", CLANG.format("19.1.7"))
-    tool = probe_rocm({"PATH": f"{tmp_path / 'bin'}"}, tmp_path).tool
+    libs = device_libs(tmp_path / "usr/lib" / f"{os.uname().machine}-linux-gnu" / "amdgcn/bitcode")
+    hip_clang(tmp_path / "bin/clang++", "14.0.6")
+    hip_clang(tmp_path / "bin/clang++-18", "18.1.8")
+    clang = hip_clang(tmp_path / "bin/clang++-19", "19.1.7")
+    tool = probe_rocm({"PATH": f"{tmp_path / 'bin'}:{PATH}"}, tmp_path).tool
     assert tool is not None
     assert (tool.path, tool.version, tool.root) == (str(clang), "5.2", str(tmp_path / "usr"))
+    assert tool.device_libs == str(libs)
+
+
+def test_hipcc_is_asked_for_its_clang(tmp_path: Path) -> None:
+    """CMake compiles HIP with clang alone, and an nvcc on PATH must not turn hipcc into NVIDIA's."""
+    clang = rocm(tmp_path / "rocm", "6.4.1")
+    (tmp_path / "rocm/bin").mkdir()
+    wrapper = script(
+        tmp_path / "bin/hipcc",
+        f'if [ "$HIP_PLATFORM" != amd ]; then echo "nvcc: NVIDIA (R) Cuda compiler driver"; else\n'
+        f'echo "HIP version: 6.4"; echo "AMD clang version 19.0.0"; echo "InstalledDir: {clang.parent}"; fi',
+    )
+    nvcc(tmp_path / "cuda")
+    environ = {"PATH": f"{wrapper.parent}:{tmp_path / 'cuda/bin'}:{PATH}", "HIP_PLATFORM": "nvidia"}
+    tool = probe_rocm(environ, tmp_path).tool
+    assert tool is not None and (tool.path, tool.version, tool.origin) == (str(clang), "6.4.1", "PATH")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda top: hip_clang(top / "lib/llvm/bin/clang++", "16.0.0"), "is clang 16.0.0; 17 is the oldest"),
+        (lambda top: (top / "lib/llvm/bin/ld.lld").unlink(), "has no ld.lld, which links code for GPUs"),
+        (lambda top: (top / "amdgcn/bitcode/ocml.bc").unlink(), "has no device libraries (amdgcn/bitcode/ocml.bc)"),
+        (lambda top: (top / "include/hip/hip_version.h").unlink() or (top / ".info/version").unlink(), "has no HIP headers"),
+        (lambda top: script(top / "lib/llvm/bin/clang++", CLANG.format("19.0.0")), "has no AMDGPU backend"),
+        (lambda top: script(top / "lib/llvm/bin/clang++", "echo gcc"), "is no clang"),
+    ],
+)  # fmt: skip
+def test_half_a_rocm_says_what_is_missing(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    rocm(tmp_path / "rocm", "6.4.1")
+    spoil(tmp_path / "rocm")
+    probe = probe_rocm({"PATH": PATH, "ROCM_PATH": str(tmp_path / "rocm")}, tmp_path)
+    assert message in probe.problem and probe.problem.startswith("ROCM_PATH=")
 
 
 def test_unusable_rocm_path(tmp_path: Path) -> None:
