@@ -5,6 +5,7 @@
 2. Else the guard compares the installed build with this machine, so that a library for
    another CPU is an error and not an illegal instruction.
 3. Then ``libpelton.so`` is looked for in every folder of ``pelton.__path__``.
+4. A library with code for AMD GPUs gets to see torch's HIP runtime first (``_hip``).
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class _Refusing:
 def _load() -> Path:
     import pelton
 
+    from . import _hip
+
     override = os.environ.get("PELTON_LIBRARY")
     if not override:
         from . import guard
@@ -119,6 +122,9 @@ def _load() -> Path:
 
     import torch
 
+    if _hip.needs_runtime(path):
+        runtime = _hip.expose_runtime(Path(torch.__file__).parent, torch.__version__)
+        _logger.debug("HIP runtime %s", runtime)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
