@@ -212,7 +212,7 @@ def quant_panel_width() -> int:
     return int(_ops.quant_panel_width.default())
 
 
-def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
+def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Quantized weights ``q`` uint8 [out_features, in_features] in the layout that :func:`quant_linear` reads.
 
     Gives uint8 [ceil(out_features / P), blocks, 4 * bits * P] with P = :func:`quant_panel_width` and blocks of 32
@@ -222,19 +222,24 @@ def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None) -> Tens
     out_features, in_features = q.shape
     blocks = -(-(in_features if order is None else order.shape[0]) // 32)
     width = quant_panel_width()
-    packed = q.new_empty((-(-out_features // width), blocks, 4 * bits * width))
-    _ops.pack_quant_weight.default(packed, q, order, bits)
-    return packed
+    if out is None:
+        out = q.new_empty((-(-out_features // width), blocks, 4 * bits * width))
+    _ops.pack_quant_weight.default(out, q, order, bits)
+    return out
 
 
-def pack_quant_groups(values: Tensor) -> Tensor:
+def pack_quant_groups(values: Tensor, out: Tensor | None = None) -> Tensor:
     """Scales or zeros [groups, out_features] as :func:`quant_linear` reads them: [ceil(out_features / P), groups, P]."""
     groups, out_features = values.shape
     width = quant_panel_width()
-    panels = -(-out_features // width)
-    padded = values.new_zeros(groups, panels * width)
-    padded[:, :out_features] = values
-    return padded.view(groups, panels, width).transpose(0, 1).contiguous()
+    full, rest = divmod(out_features, width)
+    if out is None:
+        out = values.new_empty(full + bool(rest), groups, width)
+    out[:full] = values[:, : full * width].view(groups, full, width).transpose(0, 1)
+    if rest:
+        out[full, :, :rest] = values[:, full * width :]
+        out[full, :, rest:] = 0
+    return out
 
 
 def quant_linear(

@@ -34,6 +34,7 @@ from .layers import Place, Step, Workspace
 from .loader import Checkpoint, check_num_layers, dummy_checkpoint, load_weights, open_checkpoint
 from .memory import GpuMemory, KvCachePlan, available_memory, format_bytes, plan_gpu_kv_cache, plan_kv_cache
 from .models import build_model
+from .pages import own_pages
 from .quant.checkpoint import Quantization, built_features, check_unquantized
 from .quant.methods import Target
 
@@ -313,7 +314,7 @@ class Runner:
         def make() -> Tensor:
             if self.on_gpu:
                 return torch.zeros(shape, dtype=self.dtype, device=self.device)
-            return _lazy_zeros(shape, self.dtype)
+            return own_pages(shape, self.dtype)
 
         return [(make(), make()) for _ in range(config.num_layers)]
 
@@ -522,14 +523,6 @@ class Runner:
         for graph in self._graphs.values():
             graph.free()
         self._graphs.clear()
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only once they are written (torch.zeros writes them), aligned to cache lines."""
-    line = 64
-    memory = np.zeros(math.prod(shape) * dtype.itemsize + line, dtype=np.uint8)
-    start = -memory.ctypes.data % line
-    return torch.from_numpy(memory[start : start + memory.nbytes - line]).view(dtype).view(shape)
 
 
 def _used_memory(device: torch.device) -> int:

@@ -98,7 +98,9 @@ def checkpoint(request: pytest.FixtureRequest, gguf: Path, tmp_path_factory: pyt
 def test_text_is_sensible(checkpoint: Path, gguf: Path, dtype: str) -> None:
     llm = LLM(checkpoint, tokenizer=gguf, dtype=dtype, max_model_len=256)
     params = SamplingParams(temperature=0, max_tokens=24)
-    answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0].text
+    answer = (
+        llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0].outputs[0].text
+    )
     assert "Paris" in answer
     numbers = llm.generate("One, two, three, four, five, six,", params)[0].outputs[0].text
     assert numbers.startswith(" seven, eight")

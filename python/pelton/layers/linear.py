@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import CheckpointError
+from ..pages import own_pages
 from ..quant.canonical import QuantizedWeight, Scheme
 from ..quant.layout import TensorSpec
 from .weight import Place, Weight
@@ -141,7 +140,7 @@ class _PlainRun:
         first = self.all_columns.start
         if self._plain is None:
             shape = (self.all_columns.stop - first, self.in_features)
-            self._plain = _temporary(shape, self.place.dtype) if _PACKED else self.place.empty(*shape)
+            self._plain = own_pages(shape, self.place.dtype) if _PACKED else self.place.empty(*shape)
         source.load(out=self._plain[columns.start - first : columns.stop - first])
         self._missing -= 1
         if self._missing == 0:
@@ -241,12 +240,12 @@ class _QuantizedRun:
         spec = self._specs[name][suffix]
         dtype = getattr(source, "dtype", spec.dtypes[0])
         if spec.early:
-            tensor = _temporary(spec.shape, dtype)
+            tensor = own_pages(spec.shape, dtype)
             source.load(out=tensor)
             self._check(name, suffix, tensor, where=f"{getattr(source, 'path', '')}: {source.name!r}")
         else:
             on_cpu = self.place.device.type == "cpu"
-            tensor = _temporary(spec.shape, dtype) if on_cpu else self.place.empty(*spec.shape, dtype=dtype)
+            tensor = own_pages(spec.shape, dtype) if on_cpu else self.place.empty(*spec.shape, dtype=dtype)
             source.load(out=tensor)
         tensors = self._tensors[name]
         tensors[suffix] = tensor
@@ -269,7 +268,7 @@ class _QuantizedRun:
             shape = (self.all_columns.stop - first, self.in_features)
             on_cpu = device.type == "cpu"
             self._numbers = (
-                _temporary(shape, torch.uint8) if on_cpu else self.place.empty(*shape, dtype=torch.uint8)
+                own_pages(shape, torch.uint8) if on_cpu else self.place.empty(*shape, dtype=torch.uint8)
             )
         tensors = {suffix: tensor.to(device) for suffix, tensor in self._tensors.pop(name).items()}
         rows = self._numbers[columns.start - first : columns.stop - first]
@@ -316,16 +315,20 @@ def _join(parts: Sequence[QuantizedWeight], q: Tensor) -> QuantizedWeight:
         return first
     zeros = None
     if any(part.zeros is not None for part in parts):
-        usual = 1 << (first.bits - 1)
-        zeros = torch.cat(
-            [
-                torch.full_like(part.scales, usual, dtype=torch.uint8) if part.zeros is None else part.zeros
-                for part in parts
-            ],
-            dim=1,
+        usual = first.scales.new_full((1, 1), 1 << (first.bits - 1), dtype=torch.uint8)
+        zeros = _side_by_side(
+            [usual.expand(part.scales.shape) if part.zeros is None else part.zeros for part in parts]
         )
-    scales = torch.cat([part.scales for part in parts], dim=1)
+    scales = _side_by_side([part.scales for part in parts])
     return QuantizedWeight(q, scales, zeros, first.g_idx, first.bits, first.group_size)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    first = parts[0]
+    if first.device.type != "cpu":
+        return torch.cat(list(parts), dim=1)
+    joined = own_pages((first.shape[0], sum(part.shape[1] for part in parts)), first.dtype)
+    return torch.cat(list(parts), dim=1, out=joined)
 
 
 def _joined(columns: Sequence[slice]) -> slice:
@@ -342,9 +345,3 @@ def _check_no_bias(source: CheckpointTensor) -> None:
             f"{path}: {source.name!r} is a bias that the config does not ask for, and it is not zero; the config and "
             "the weights do not belong together"
         )
-
-
-def _temporary(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that goes back to the system when the tensor does: from the heap, holes would stay between the weights."""
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
-from .canonical import QuantizedWeight, Scheme, unpack_words
+from .canonical import QuantizedWeight, Scheme, split_nibbles, unpack_words
 from .gptq import check_pack_dtype, without_usual_zeros
 from .layout import FLOATS, INTS, TensorSpec, check_scales
 from .settings import Rule, read_bits, read_flag, read_group_size, read_names
@@ -76,8 +76,7 @@ def parse(scheme: Scheme, tensors: Mapping[str, Tensor], q: Tensor) -> Quantized
     outputs = q.view(-1, 8, in_features)
     for byte in range(4):
         fields = words[:, :, byte].t()
-        outputs[:, ORDER[2 * byte]] = fields & 15
-        outputs[:, ORDER[2 * byte + 1]] = fields >> 4
+        split_nibbles(fields, outputs[:, ORDER[2 * byte]], outputs[:, ORDER[2 * byte + 1]])
     stored = unpack_words(tensors["qzeros"], 4).view(-1, out_features // 8, 8)
     zeros = torch.empty_like(stored)
     zeros[:, :, list(ORDER)] = stored

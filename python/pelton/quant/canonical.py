@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QuantizedWeight", "Scheme", "num_groups", "pack_words", "trivial_groups", "unpack_words"]
+__all__ = [
+    "QuantizedWeight",
+    "Scheme",
+    "num_groups",
+    "pack_words",
+    "split_nibbles",
+    "trivial_groups",
+    "unpack_words",
+]
 
 _CHUNK_ROWS = 1024
 
@@ -103,6 +111,12 @@ def num_groups(in_features: int, group_size: int) -> int:
 def trivial_groups(in_features: int, group_size: int, device: torch.device | None = None) -> Tensor:
     """The group of each input where groups are consecutive, int32 [K]."""
     return torch.arange(in_features, dtype=torch.int32, device=device) // group_size
+
+
+def split_nibbles(fields: Tensor, low: Tensor, high: Tensor) -> None:
+    """Write the halves of uint8 `fields` to `low` and `high`, which may be strided: no memory is taken."""
+    torch.bitwise_and(fields, 15, out=low)
+    torch.bitwise_right_shift(fields, 4, out=high)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
-from .canonical import QuantizedWeight, Scheme, trivial_groups, unpack_words
+from .canonical import QuantizedWeight, Scheme, split_nibbles, trivial_groups, unpack_words
 from .gptq import without_usual_zeros
 from .layout import FLOATS, INTS, TensorSpec, check_groups, check_scales
 from .settings import Rule, check_pattern, read_bits, read_flag, read_group_size, read_names
@@ -132,8 +132,10 @@ def parse(scheme: Scheme, tensors: Mapping[str, Tensor], q: Tensor) -> Quantized
     if bits == 8:
         q.copy_(packed[:, :in_features])
     else:
-        q[:, 0::2] = packed[:, : -(-in_features // 2)] & 15
-        q[:, 1::2] = packed[:, : in_features // 2] >> 4
+        pairs = in_features // 2
+        split_nibbles(packed[:, :pairs], q[:, 0 : 2 * pairs : 2], q[:, 1::2])
+        if in_features % 2:
+            q[:, -1] = packed[:, pairs] & 15
     zeros = None
     if not scheme.symmetric:
         along_outputs = tensors["weight_zero_point"].t()  # [G, words]

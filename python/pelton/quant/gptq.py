@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
-from .canonical import QuantizedWeight, Scheme, trivial_groups, unpack_words
+from .canonical import QuantizedWeight, Scheme, split_nibbles, trivial_groups, unpack_words
 from .layout import FLOATS, INTS, TensorSpec, check_groups, check_scales
 from .settings import Rule, check_pattern, read_bits, read_flag, read_group_size, read_names
 
@@ -125,8 +125,7 @@ def parse(scheme: Scheme, tensors: Mapping[str, Tensor], q: Tensor) -> Quantized
         q.view(out_features, -1, 4).copy_(words)
     else:
         fields = q.view(out_features, -1, 4, 2)
-        fields[..., 0] = words & 15
-        fields[..., 1] = words >> 4
+        split_nibbles(words, fields[..., 0], fields[..., 1])
     zeros = tensors["qzeros"]
     if scheme.zeros_less_one:
         zeros = zeros + _ONES[bits]
@@ -142,7 +141,8 @@ def parse(scheme: Scheme, tensors: Mapping[str, Tensor], q: Tensor) -> Quantized
 
 def without_usual_zeros(zeros: Tensor, bits: int) -> Tensor | None:
     """None when all zero points are 2^(bits - 1), those of symmetric quantization."""
-    return None if bool((zeros == 1 << (bits - 1)).all()) else zeros
+    low, high = torch.aminmax(zeros)
+    return None if int(low) == int(high) == 1 << (bits - 1) else zeros
 
 
 def _order(scheme: Scheme, g_idx: Tensor | None, in_features: int) -> Tensor | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..pages import own_pages
 from .canonical import QuantizedWeight, Scheme
 
 __all__ = [
@@ -153,12 +154,18 @@ class CpuLinear:
     def __init__(self, weight: QuantizedWeight) -> None:
         self.bits, self.out_features = weight.bits, weight.out_features
         self.order, self.group_size, rows = _in_blocks(weight)
-        self.weight = ops.pack_quant_weight(weight.q, weight.bits, self.order)
         scales, zeros = weight.scales, weight.zeros
         if rows is not None:
             scales, zeros = scales[rows], None if zeros is None else zeros[rows]
-        self.scales = ops.pack_quant_groups(scales)
-        self.zeros = None if zeros is None else ops.pack_quant_groups(zeros)
+        width = ops.quant_panel_width()
+        panels, groups = -(-weight.out_features // width), scales.shape[0]
+        blocks = -(-(weight.in_features if self.order is None else self.order.shape[0]) // 32)
+        self.weight = own_pages((panels, blocks, 4 * weight.bits * width), torch.uint8)
+        ops.pack_quant_weight(weight.q, weight.bits, self.order, out=self.weight)
+        self.scales = ops.pack_quant_groups(scales, out=own_pages((panels, groups, width), scales.dtype))
+        self.zeros: Tensor | None = None
+        if zeros is not None:
+            self.zeros = ops.pack_quant_groups(zeros, out=own_pages((panels, groups, width), zeros.dtype))
 
     @classmethod
     def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> CpuLinear:
