@@ -49,6 +49,7 @@ from pelton_build.audit_input import (
     require,
 )
 from pelton_build.audit_isa import LEVELS, allowed_features, cpu_features
+from pelton_build.audit_rocm import check_code_objects
 from pelton_build.audit_sbom import check_sbom
 from pelton_build.errors import BuildError
 from pelton_build.fatbin import FatbinError
@@ -72,7 +73,17 @@ logger = logging.getLogger(__name__)
 
 MODULES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("audit", "audit_cuda", "audit_input", "audit_isa", "audit_sbom", "fatbin", "sbom")
+    for name in (
+        "audit",
+        "audit_cuda",
+        "audit_input",
+        "audit_isa",
+        "audit_rocm",
+        "audit_sbom",
+        "fatbin",
+        "hipfat",
+        "sbom",
+    )
 )
 """The files that decide what passes."""
 
@@ -425,6 +436,10 @@ check(
     "local",
     "no GPU kernel spills registers or keeps arrays in memory, unless the plan allows it with a reason",
 )(check_local_memory)
+check(
+    "code-objects",
+    "AMD code objects: the version that every ROCm loads, the arch's wave, its memory a block, matrix instructions",
+)(check_code_objects)
 check("cuobjdump", "cuobjdump lists the same device code")(check_cuobjdump)
 
 

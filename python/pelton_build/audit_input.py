@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from pelton_build import fatbin
+from pelton_build import fatbin, hipfat
 from pelton_build.errors import BuildError
 
 __all__ = ["AuditError", "Binary", "CannotRun", "Claims", "Code", "Finding", "OpenedWheel", "require"]
@@ -80,8 +80,8 @@ DEVICE_SECTIONS = (
     fatbin.SECTION,
     fatbin.REGISTRATION,
     fatbin.LINKED_SECTION,
-    ".hip_fatbin",
-    ".hipFatBinSegment",
+    hipfat.SECTION,
+    hipfat.REGISTRATION,
 )
 
 
@@ -128,6 +128,8 @@ class Claims:
     local_memory: tuple[Allowance, ...]
     run_time: tuple[str, ...]
     """CPU instructions that the library runs only after asking the CPU."""
+    matrix: tuple[tuple[str, tuple[str, ...]], ...]
+    """Families that have to hold matrix instructions for some AMD GPUs, with these."""
 
     @classmethod
     def read(cls, info: Mapping[str, Any], where: str, library: str) -> Claims:
@@ -158,6 +160,10 @@ class Claims:
                 for a in plan.get("local_memory", [])
             )
             run_time = tuple(map(str, plan.get("run_time", [])))
+            matrix = tuple(
+                (str(family), tuple(map(str, archs)))
+                for family, archs in sorted(plan.get("matrix", {}).items())
+            )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise AuditError(f"{where}: key 'plan' is not a plan of this build ({error!r})") from None
         return cls(
@@ -174,6 +180,7 @@ class Claims:
             sources=sources,
             local_memory=allowances,
             run_time=run_time,
+            matrix=matrix,
         )
 
 
@@ -299,10 +306,14 @@ class OpenedWheel:
 
     @cached_property
     def device_code(self) -> tuple[tuple[fatbin.Image, ...], ...]:
-        """The library's device code for NVIDIA GPUs: its containers, each as its images.
+        """The library's device code: its fat binaries (AMD's: bundles), each as its images.
 
         Raises FatbinError for damaged device code, CannotRun when what unpacks it is not installed."""
-        section = self.library.data.get(fatbin.SECTION, b"") if self.library is not None else b""
+        data = self.library.data if self.library is not None else {}
+        if self.claims.backend == "rocm":
+            sources = (source.path for source in self.claims.sources if source.role == "gpu")
+            return hipfat.read_bundles(data.get(hipfat.SECTION, b""), sources)
+        section = data.get(fatbin.SECTION, b"")
         try:
             return fatbin.read_fatbin(section)
         except ImportError as error:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pelton_build import fatbin, sbom
+from pelton_build import fatbin, hipfat, sbom
 from pelton_build.audit_input import CannotRun, Finding, OpenedWheel
 from pelton_build.fatbin import FatbinError
 
@@ -60,6 +60,9 @@ def _held(wheel: OpenedWheel) -> Iterator[tuple[str, str]]:
             yield "libstdc++", f"linked into {binary.name}"
         if fatbin.REGISTRATION in binary.data:
             yield "cudart", f"{binary.name} registers device code, and needs no libcudart"
+        if hipfat.SECTION in binary.data:
+            yield "hip", f"headers, compiled into {binary.name}"
+            yield "rocm-device-libs", f"compiled into the device code of {binary.name}"
         if b"__pybind11_internals" in data or b"pybind11::" in data:
             yield "pybind11", f"compiled into {binary.name}"
         if "libtorch_cpu.so" in binary.needed:

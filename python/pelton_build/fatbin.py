@@ -58,11 +58,15 @@ class Kernel:
     """Bytes of local memory a thread: spilled registers and arrays that are indexed at run time."""
     loads: int = 0
     stores: int = 0
-    """Instructions that load from and store to local memory."""
+    """Instructions that load from and store to local memory; on AMD GPUs the registers that are spilled."""
     shared: int = 0
     """Bytes of static shared memory a block."""
     code: int = 0
     """Bytes of machine code."""
+    wave: int = 0
+    """Lanes of a wave, on AMD GPUs."""
+    matrix: int = 0
+    """Matrix instructions, on AMD GPUs."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,9 @@ class Image:
 
     source: str
     """The source as the build named it; empty when it did not."""
-    kind: Literal["cubin", "ptx"]
+    kind: Literal["cubin", "ptx", "code object"]
     arch: str
-    """What the driver picks it by: `sm_90a`, or `compute_80` for PTX."""
+    """What the driver picks it by: `sm_90a`, or `compute_80` for PTX, or `gfx90a`."""
     made_for: str
     """The arch that the image itself says it was compiled for; empty when it says none."""
     size: int
@@ -81,6 +85,8 @@ class Image:
     stored: int
     """Bytes in the library."""
     kernels: tuple[Kernel, ...]
+    version: int = 0
+    """Of an AMD code object."""
 
 
 def read_fatbin(section: bytes) -> tuple[tuple[Image, ...], ...]:

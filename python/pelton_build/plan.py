@@ -244,6 +244,8 @@ class Plan:
     """Wheel-variant properties: namespace, key, values."""
     local_memory: tuple[LocalMemory, ...] = ()
     """The GPU kernels that may use local memory; the audit allows it to no other."""
+    matrix: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Families whose code has to hold matrix instructions for some AMD GPUs of the plan, with these."""
     run_time: tuple[str, ...] = ()
     """CPU instructions beyond the archs that are run only after asking the CPU; the audit allows them."""
     notes: tuple[str, ...] = ()
@@ -307,6 +309,7 @@ class Plan:
                 for source in self.sources
             ],
             "local_memory": [dataclasses.asdict(allowance) for allowance in self.local_memory],
+            "matrix": {family: list(archs) for family, archs in self.matrix.items()},
             "run_time": list(self.run_time),
             "excluded": [dataclasses.asdict(source) for source in self.excluded],
             "tools": {tool.kind: f"{tool.name} {tool.version}" for tool in self.tools},

@@ -125,6 +125,12 @@ def resolve(
             if not allowance.archs or set(allowance.archs) & set(profile.target.arch)
             if any(source.family == family.name and source.role == "gpu" for source in included)
         ),
+        matrix={
+            family.name: archs
+            for family in table.families
+            if (archs := tuple(a for a in profile.target.arch if a.partition(":")[0] in family.matrix))
+            if any(source.family == family.name and source.role == "gpu" for source in included)
+        },
         run_time=tuple(
             sorted(
                 {

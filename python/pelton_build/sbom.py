@@ -51,6 +51,15 @@ def parts_of(info: Mapping[str, Any]) -> tuple[Part, ...]:
     if info.get("backend") == "cuda":
         license = "LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
         add("cuda", "cudart", license, ("generic", "nvidia", "cudart"), "CUDA runtime, linked in")
+    if info.get("backend") == "rocm":
+        add("rocm", "hip", "MIT", ("generic", "amd", "hip"), "headers, compiled into the GPU code")
+        add(
+            "rocm",
+            "rocm-device-libs",
+            "NCSA",
+            ("generic", "amd", "rocm-device-libs"),
+            "linked into the GPU code",
+        )
     add(
         "pybind11",
         "pybind11",

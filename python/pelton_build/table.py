@@ -30,6 +30,7 @@
     support = true                  # the others need it; it is nothing by itself
     # GPU kernels that may spill registers; archs: when only some need it
     local-memory = [{ kernel = "decode_kernel", archs = ["sm_80"], bytes = 64, reason = "..." }]
+    matrix = ["gfx90a", "gfx1100"]  # AMD GPUs for which the family's code has to hold matrix instructions
     instead = { cuda = "torch's own product" }  # what does the family's work where it has no source
 
 Paths are relative to the table's folder. A family with device code is built for the backends that it has
@@ -137,6 +138,8 @@ class Family:
     """What does the family's work on a backend that it has no source for."""
     local_memory: tuple[LocalMemory, ...] = ()
     """The GPU kernels that may use local memory."""
+    matrix: tuple[str, ...] = ()
+    """AMD GPUs for which its code holds matrix instructions (MFMA, WMMA)."""
     run_time: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By CPU arch: the instructions beyond it that the family's code runs only after asking the CPU."""
 
@@ -311,6 +314,7 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
         "support",
         "instead",
         "local-memory",
+        "matrix",
         "run-time",
     )
     _only(entry, where, known)
@@ -327,6 +331,7 @@ def _family(name: str, entry: object, features: Mapping[str, FeatureEntry]) -> F
         support=_flag(entry, where, "support"),
         instead=_instead(entry, where),
         local_memory=_local_memory(entry, name),
+        matrix=_matrix(entry, where),
         run_time=_run_time(entry, where),
     )
     if not (family.op or family.host or family.device):
@@ -351,6 +356,18 @@ def _instead(entry: Mapping[str, Any], where: str) -> Mapping[Backend, str]:
                 f"{FILE}: {where}.instead.{backend}: the family has {backend} sources; remove one of the two"
             )
     return cast("Mapping[Backend, str]", table)
+
+
+def _matrix(entry: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    archs = _texts(entry, where, "matrix")
+    if archs:
+        if "rocm" not in entry:
+            raise TableError(f"{FILE}: {where}.matrix: the family has no rocm source")
+        try:
+            check_archs("rocm", archs)
+        except ArchError as error:
+            raise TableError(f"{FILE}: {where}.matrix: {error}") from None
+    return archs
 
 
 def _run_time(entry: Mapping[str, Any], where: str) -> Mapping[str, tuple[str, ...]]:
@@ -389,7 +406,7 @@ def _local_memory(entry: Mapping[str, Any], family: str) -> tuple[LocalMemory, .
         kernel, most, archs = _text(item, at, "kernel"), item.get("bytes"), _texts(item, at, "archs")
         for arch in archs:
             try:
-                check_archs("cuda", [arch])
+                check_archs("rocm" if arch.startswith("gfx") else "cuda", [arch])
             except ArchError as error:
                 raise TableError(f"{FILE}: {at}.archs: {error}") from None
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:

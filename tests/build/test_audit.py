@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import code_object_factory as amd
 from device_factory import K, assembled, container, cubin, image, mangled, ptx
 from pelton_build import audit
 from pelton_build.audit import AuditError, CannotRun, audit_wheel
@@ -31,6 +32,7 @@ from wheel_factory import (
     LIBRARY_512,
     LIBRARY_BASELINE,
     LIBRARY_NAME,
+    ROCM_INFO,
     WheelParts,
     bill,
     cuda,
@@ -38,6 +40,8 @@ from wheel_factory import (
     good_files,
     labelled,
     make_wheel,
+    rocm,
+    rocm_bundle,
     shared_object,
 )
 
@@ -139,6 +143,7 @@ DLOPEN = HOST + 'void *dlopen(const char *, int); void *f(void) { return dlopen(
 DIST_INFO = "pelton-0.1.0+cpu.avx2.dist-info"
 BILL = f"{DIST_INFO}/sboms/pelton.cdx.json"
 CUDA_BILL = "pelton-0.1.0+cu130.sm90.dist-info/sboms/pelton.cdx.json"
+ROCM_BILL = "pelton-0.1.0+rocm.gfx1100.dist-info/sboms/pelton.cdx.json"
 INIT = "pelton/__init__.py"
 
 BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
@@ -251,6 +256,30 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "an allowance for a kernel that is not there": (
         lambda: spilling(0, 32, kernel="scael_kernel"), "local", "_build_info.json", "scael_kernel of family norm, which is not there"),
     "cuobjdump finds other images": (lambda: cuda(CUDA_COMMON, cuda_images()[:1]), "cuobjdump", LIBRARY_NAME, "1 cubin sm_90a"),
+    "no AMD code for an arch": (
+        lambda: rocm(amd.bundle(amd.code_object([amd.G(wave=64)], "gfx90a"), archs=["gfx90a"])), "archs", LIBRARY_NAME, "no machine code for gfx1100 of norm/gpu.cu"),
+    "AMD code for another arch": (
+        lambda: rocm(amd.bundle(amd.code_object(arch="gfx942"), archs=["gfx942"])), "archs", LIBRARY_NAME, "machine code for gfx942 of norm/gpu.cu"),
+    "a code object under another arch's name": (
+        lambda: rocm(amd.bundle(amd.code_object(arch="gfx1101"), archs=["gfx1100"])), "archs", LIBRARY_NAME, "marked gfx1100, compiled for gfx1101"),
+    "AMD code of a source that is not in the plan": (lambda: rocm(rocm_bundle(), rocm_bundle("awq/gpu.cu")), "archs", LIBRARY_NAME, "of a source without a name (kernels scale_kernel)"),
+    "an AMD family without its code": (lambda: rocm(rocm_bundle("common/gpu.cu")), "archs", LIBRARY_NAME, "of norm/gpu.cu"),
+    "a kernel that one AMD arch lacks": (
+        lambda: rocm(amd.bundle(amd.code_object([amd.G(wave=64)], "gfx90a"), amd.code_object([], "gfx1100"), archs=["gfx90a", "gfx1100"])),
+        "archs", LIBRARY_NAME, "1 kernels of norm/gpu.cu (family norm) not compiled for gfx1100: scale_kernel"),
+    "AMD code that is not registered": (lambda: rocm(records=0), "archs", LIBRARY_NAME, "1 fat binaries, of which 0 are registered"),
+    "damaged AMD code": (lambda: rocm(rocm_bundle()[:-200] + b"x" * 100), "archs", LIBRARY_NAME, "damaged device code"),
+    "AMD code in a CUDA wheel": (
+        lambda: cuda(CUDA_COMMON, cuda_images(), extra=".hip_fatbin"), "archs", LIBRARY_NAME, "device code (.hip_fatbin)"),
+    "an AMD kernel that spills": (lambda: rocm(rocm_bundle(scratch=64, spilled=3)), "local", LIBRARY_NAME, "64 bytes of local memory a thread (3 stores"),
+    "a code object of another version": (
+        lambda: rocm(amd.bundle(amd.code_object([amd.G(wave=64)], "gfx90a", abi=4), amd.code_object(abi=1), archs=["gfx90a", "gfx1100"])), "code-objects", LIBRARY_NAME, "a code object of version 6, norm/gpu.cu for gfx90a"),
+    "a wave of another size": (lambda: rocm(rocm_bundle(wave=64)), "code-objects", LIBRARY_NAME, "waves of 64 lanes in scale_kernel of norm/gpu.cu for gfx1100"),
+    "more shared memory than there is": (lambda: rocm(rocm_bundle(shared=65537)), "code-objects", LIBRARY_NAME, "65537 bytes of shared memory a block in scale_kernel"),
+    "no matrix instruction": (lambda: rocm(rocm_bundle(code=(amd.NOTHING,))), "code-objects", LIBRARY_NAME, "no matrix instruction for gfx90a in family norm"),
+    "a HIP runtime that is needed": (lambda: with_needed("libamdhip64.so.6"), "needed", LIBRARY_NAME, "libamdhip64.so.6"),
+    "HIP is not on the bill": (
+        lambda: rocm().but(files={**rocm().files, ROCM_BILL: bill(ROCM_INFO, components=[])}), "sbom", ROCM_BILL, "rocm-device-libs is not listed"),
     "OpenMP": (lambda: with_needed("libgomp.so.1"), "needed", LIBRARY_NAME, "libgomp.so.1"),
     "libstdc++": (lambda: with_needed("libstdc++.so.6"), "needed", LIBRARY_NAME, "libstdc++.so.6"),
     "libc10": (lambda: with_needed("libc10.so"), "needed", LIBRARY_NAME, "libc10.so"),
@@ -382,6 +411,30 @@ def test_good_cuda_wheel_passes(tmp_path: Path, cuobjdump: None) -> None:
         24,
         0,
     )
+
+
+def test_good_rocm_wheel_passes(tmp_path: Path) -> None:
+    report = audit_wheel(make_wheel(tmp_path, rocm()))
+    assert report.findings == ()
+    assert {result.name for result in report.skipped} <= {"auditwheel"}
+    uses = report.to_json()["kernels"]
+    assert [(use["family"], use["arch"], use["registers"]) for use in uses] == [
+        ("norm", "gfx90a", 24),
+        ("norm", "gfx1100", 24),
+    ]
+
+
+def test_scratch_memory_that_the_plan_allows(tmp_path: Path) -> None:
+    parts = rocm(rocm_bundle(scratch=80, spilled=2))
+    allowed = {
+        "family": "norm",
+        "kernel": "scale_kernel",
+        "archs": ["gfx90a", "gfx1100"],
+        "bytes": 80,
+        "reason": "x",
+    }
+    plan = {**parts.info["plan"], "local_memory": [allowed]}
+    assert audit_wheel(make_wheel(tmp_path, parts.with_info(plan=plan)), only={"local"}).findings == ()
 
 
 def test_local_memory_that_the_plan_allows(tmp_path: Path) -> None:

@@ -183,6 +183,18 @@ def test_instructions_behind_a_question_to_the_cpu(text: str, expected: tuple[st
     assert plan.public()["run_time"] == list(expected)
 
 
+def test_archs_whose_code_has_to_hold_matrix_instructions() -> None:
+    text = plan_cases.TABLE.replace("[family.norm]", "[family.norm]\nmatrix = ['gfx90a', 'gfx1100']")
+    for profile, expected in (
+        (ROCM, {"norm": ("gfx90a",)}),
+        (ROCM.replace("gfx90a", "gfx1030"), {}),
+        (CUDA, {}),
+    ):
+        plan = resolve(plan_cases.profile(profile), Choices(), parse_table(text), FULL)
+        assert plan.matrix == expected
+        assert plan.public()["matrix"] == {family: list(archs) for family, archs in expected.items()}
+
+
 def test_source_that_needs_a_newer_toolkit_is_out() -> None:
     table = parse_table(plan_cases.TABLE.replace('toolkit = ">=12.8"', 'toolkit = ">=13.1"'))
     profile = plan_cases.profile(CUDA + FEATURES.format("false", "true"))

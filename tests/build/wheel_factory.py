@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import code_object_factory as amd
 from device_factory import K, assembled, container, cubin, image, ptx
 
 LIBRARY = """
@@ -113,6 +114,25 @@ CUDA_INFO: dict[str, Any] = {
 }
 
 
+ROCM_INFO: dict[str, Any] = {
+    **INFO,
+    "profile": "rocm-gfx1100",
+    "backend": "rocm",
+    "archs": ["gfx90a", "gfx1100"],
+    "version": "0.1.0+rocm.gfx1100",
+    "label": "rocm.gfx1100",
+    "toolchain": {"cxx": "gcc 12.2.0", "rocm": "hip-clang 6.4.1"},
+    "plan": {
+        "sources": [
+            {"path": "common/gpu.cu", "family": "common", "role": "gpu", "archs": ["gfx90a", "gfx1100"], "support": True},
+            {"path": "norm/op.cpp", "family": "norm", "role": "op", "archs": []},
+            {"path": "norm/gpu.cu", "family": "norm", "role": "gpu", "archs": ["gfx90a", "gfx1100"]},
+        ],
+        "matrix": {"norm": ["gfx90a", "gfx1100"]},
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class WheelParts:
     """What a wheel is made of; the defaults are the good wheel of profile cpu-avx2."""
@@ -157,14 +177,35 @@ def cuda(*sources: Sequence[bytes], records: int | None = None, extra: str = "")
     )
 
 
+def rocm_bundle(source: str = "norm/gpu.cu", **changes: Any) -> bytes:
+    """The bundle of a source in the good ROCm wheel: two archs, the size of a wave and the matrix product of each."""
+    return amd.bundle(
+        amd.code_object([amd.G(**{"wave": 64, "code": (amd.MFMA,), **changes})], "gfx90a", source),
+        amd.code_object([amd.G(**{"wave": 32, "code": (amd.WMMA,), **changes})], "gfx1100", source),
+        archs=["gfx90a", "gfx1100"],
+    )
+
+
+def rocm(*bundles: bytes, records: int | None = None, extra: str = "") -> WheelParts:
+    """The parts of a wheel for AMD GPUs whose library holds these bundles."""
+    source = LIBRARY_BASELINE + amd.assembled(bundles or (rocm_bundle(),), records) + extra
+    return WheelParts(version="0.1.0+rocm.gfx1100", info=copy.deepcopy(ROCM_INFO)).but(
+        files={LIBRARY_NAME: shared_object(source)}
+    )
+
+
 def bill(info: Mapping[str, Any], **changes: Any) -> bytes:
     """A bill of materials: that of the good wheels, with other keys where `changes` say so."""
     cuda = {"name": "cudart", "version": "13.0.88", "licenses": [{"expression": "LicenseRef-X"}]}
+    hip = [
+        {"name": name, "version": "6.4.1", "licenses": [{"expression": "MIT"}]}
+        for name in ("hip", "rocm-device-libs")
+    ]
     made = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "metadata": {"component": {"name": "pelton", "version": info["version"]}},
-        "components": [cuda] if info["backend"] == "cuda" else [],
+        "components": {"cuda": [cuda], "rocm": hip}.get(info["backend"], []),
     }
     return json.dumps({**made, **changes}).encode()
 
