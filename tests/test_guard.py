@@ -131,6 +131,8 @@ MISMATCHES = {
     "torch for AMD": (SM90, gpu_machine(H200, torch_cuda=None, torch_rocm="6.4"), "without CUDA", "built for CUDA", "pip install"),
     "torch for CPUs, and a driver that gives no answer": (SM90, machine(), "torch 2.13.0+cpu", "built for CUDA", "pip install"),
     "old torch with CUDA": (SM90, gpu_machine(H200, torch="2.9.1"), "torch 2.9.1", "torch 2.10", "--upgrade"),
+    "no AMD GPU, and what NVIDIA's driver says of itself": (
+        GFX90A, gpu_machine(gpus=(), gpu_note="libcuda.so.1 is not there"), "no AMD GPU (the kernel's AMD driver lists none in /sys/class/kfd)", "gfx90a", "/p/cpu-avx512/"),
     "no AMD GPU": (GFX90A, gpu_machine(H200), "no AMD GPU", "gfx90a", "/p/cuda-sm90/simple/ pelton"),
     "another AMD GPU": (GFX90A, gpu_machine(RX), "GPU 0, RX 7900 (gfx1100)", "gfx90a", "/p/cpu-avx512/"),
     "torch without ROCm": (GFX90A, gpu_machine(MI210, torch_rocm=None), "without ROCm", "built for ROCm", "pip install"),

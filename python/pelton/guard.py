@@ -264,13 +264,14 @@ def _card_mismatch(
     wanted = f"an {maker} GPU that runs {_either(archs)}"
     gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
     if not gpus:
-        if machine.gpu_note:
+        if machine.gpu_note and not rocm:  # what NVIDIA's driver said
             return f"no {maker} GPU ({machine.gpu_note})", wanted, ""
         variable = next((name for name in _HIDING[rocm] if name in os.environ), "")
         if variable:
             found = f"no visible {maker} GPU ({variable}={os.environ[variable]})"
             return found, wanted, f"unset {variable}, or let it name a GPU"
-        return f"no {maker} GPU", wanted, ""
+        listed = " (the kernel's AMD driver lists none in /sys/class/kfd)" if rocm else ""
+        return f"no {maker} GPU{listed}", wanted, ""
     if number is None:
         number = next((i for i, gpu in enumerate(gpus) if fit(archs, gpu) is not None), 0)
     if number >= len(gpus):
