@@ -12,14 +12,14 @@ constexpr int kThreads = 256;
 struct Silu {
   __device__ __forceinline__ float operator()(float x) const {
     // For a very negative x the exponential is infinite and the quotient 0.
-    return divide(x, 1.f + expf(-x));
+    return divide(x, 1.f + exponential(-x));
   }
 };
 
 struct GeluTanh {
   __device__ __forceinline__ float operator()(float x) const {
     // 0.5 x (1 + tanh u) = x / (1 + e^-2u), which keeps its relative precision where tanh u is near -1.
-    return divide(x, 1.f + expf(x * fmaf(x * x, 0.044715f, 1.f) * -1.59576912f));
+    return divide(x, 1.f + exponential(x * fmaf(x * x, 0.044715f, 1.f) * -1.59576912f));
   }
 };
 

@@ -261,6 +261,21 @@ __device__ __forceinline__ float divide(float x, float y) {
 #endif
 }
 
+#ifndef PELTON_FAST_MATH
+#define PELTON_FAST_MATH 0
+#endif
+
+// e^x. Fast: 2^(x log2 e) with the product rounded, relative error up to 2^-21 + |x| 2^-23; otherwise to one
+// unit in the last place. The feature fast-math decides.
+template <bool Fast = PELTON_FAST_MATH>
+__device__ __forceinline__ float exponential(float x) {
+  if constexpr (Fast) {
+    return __expf(x);
+  } else {
+    return expf(x);
+  }
+}
+
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 3.40282347e38f; }
 
 // Sum or maximum over groups of Width lanes, the same result in each of them.

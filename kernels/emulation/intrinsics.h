@@ -140,7 +140,8 @@ void __stcg(T* p, T value) {
 
 // --- numbers ---
 
-inline float __expf(float x) { return std::exp(x); }
+// The product is rounded, as on GPUs.
+inline float __expf(float x) { return std::exp2(x * 1.4426950408889634f); }
 inline float __exp2f(float x) { return std::exp2(x); }
 inline float __exp10f(float x) { return std::pow(10.f, x); }
 inline float __logf(float x) { return std::log(x); }

@@ -458,6 +458,13 @@ __global__ void wave(const float* in, float* out, int n) {
 }
 #endif
 
+// --- numbers ---
+
+template <bool Fast>
+__global__ void exponentials(const float* in, float* out, int n) {
+  if (int(threadIdx.x) < n) out[threadIdx.x] = exponential<Fast>(in[threadIdx.x]);
+}
+
 struct Case {
   const char* name;
   void (*launch)(Args);
@@ -520,6 +527,8 @@ const Case kCases[] = {
     {"no_block", [](Args a) { nothing<<<dim3(1, 0), 32>>>(a.in, a.out, a.n); }},
     {"too_many_blocks", [](Args a) { nothing<<<dim3(1, 65536), 32>>>(a.in, a.out, a.n); }},
     {"too_much_shared", [](Args a) { nothing<<<1, 32, 50000>>>(a.in, a.out, a.n); }},
+    {"exponentials", [](Args a) { exponentials<false><<<1, 1024>>>(a.in, a.out, a.n); }},
+    {"exponentials_fast", [](Args a) { exponentials<true><<<1, 1024>>>(a.in, a.out, a.n); }},
     {"mma_f16", [](Args a) { mma_f16<<<1, 32>>>(a.in, a.out, a.n); }},
     {"mma_bf16", [](Args a) { mma_bf16<<<1, 32>>>(a.in, a.out, a.n); }},
     {"mma_wrong_fragment", [](Args a) { mma_wrong_fragment<<<1, 32>>>(a.in, a.out, a.n); }},

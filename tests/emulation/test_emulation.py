@@ -319,3 +319,15 @@ def test_ldmatrix(cases: Cases, count: int, transposed: bool) -> None:
     matrices = x.view(2, 8, 8)[:count]
     want = matrices.transpose(1, 2) if transposed else matrices
     assert torch.equal(got, want.flatten())
+
+
+def test_fast_math_is_within_its_bound(cases: Cases) -> None:
+    """e^x with the feature fast-math and without: the bounds that docs/features.md states."""
+    x = torch.linspace(-80, 80, 1024)
+    exact = x.double().exp()
+    usual, fast = (
+        (cases.run(name, x).double() / exact - 1).abs() for name in ("exponentials", "exponentials_fast")
+    )
+    assert (usual <= 2.0**-22).all()
+    assert (fast <= 2.0**-21 + x.abs() * 2.0**-23).all()
+    assert fast.max() > 8 * usual.max()  # or there would be nothing to switch
