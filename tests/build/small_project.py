@@ -30,9 +30,9 @@ FAMILIES = ("common", "norm")
 
 
 class Project:
-    """A copy of the project with two families of kernels and no host extension, in git, tagged v0.3.0."""
+    """A copy of the project with a few families of kernels and no host extension, in git, tagged v0.3.0."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, families: Sequence[str] = FAMILIES) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__", "*.so", "_source.json")
@@ -44,7 +44,7 @@ class Project:
                 shutil.copyfile(source, folder / name)
         table = folder / "kernels" / "kernels.toml"
         parts = re.split(r"(?m)^(?=\[family\.)", table.read_text(encoding="utf-8"))
-        kept = [part for part in parts[1:] if part.startswith(tuple(f"[family.{name}]" for name in FAMILIES))]
+        kept = [part for part in parts[1:] if part.startswith(tuple(f"[family.{name}]" for name in families))]
         table.write_text("".join([parts[0], *kept]), encoding="utf-8")
         self.git("init", "-q")
         self.git("add", "-A")
