@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from model_driver import ON_GPU
 from pelton.quant.canonical import QuantizedWeight, Scheme
-from pelton.quant.methods import METHODS, Choice, Refusal, Target, choose
+from pelton.quant.methods import FORMAT_FEATURES, METHODS, Choice, Refusal, Target, choose
 from quant_engine import needs_kernels
 from quant_writers import quantized
 
@@ -158,3 +160,21 @@ def test_cpu(
             size_of_terms + float(expected.abs().max())
         )
         assert (wide[:, :n] == 7).all()
+
+
+PROFILES = sorted((Path(__file__).parents[2] / "build_profiles").glob("*.toml"))
+
+
+@pytest.mark.parametrize("scheme", [GPTQ, AWQ, CT, changed(GPTQ, order="any", bits=8)])
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+def test_the_wheels_have_what_the_policy_names(profile: Path, scheme: Scheme) -> None:
+    """Of each profile, with the features that it has: a class of ours computes, or the feature is named."""
+    values = tomllib.loads(profile.read_text())
+    features = frozenset(name for name, on in values["features"].items() if on)
+    target = Target(values["target"]["backend"], features, "float16", (9, 0))
+    choice = choose(target, scheme, 4096, 4096)
+    if isinstance(choice, Choice):
+        assert choice.method in METHODS
+    else:
+        assert choice.feature in FORMAT_FEATURES[scheme.format]
+        assert choice.feature not in features
