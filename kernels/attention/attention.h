@@ -77,7 +77,7 @@ int attention(const AttentionArgs& args, void* stream);  // chooses among the fo
 // Any dtype, head size and alignment, without matrix instructions (gpu.cu).
 int attention_portable(const AttentionArgs& args, void* stream);
 
-// mma.sync, sm_80 and later (gpu_decode.cu, gpu_prefill.cu): fp16 and bf16, cache of the query's dtype, head
+// mma.sync, sm_80 and later (decode.cuh, gpu_prefill.cu): fp16 and bf16, cache of the query's dtype, head
 // sizes that are multiples of 8.
 bool attention_mma_fits(const AttentionArgs& args);
 int attention_decode(const AttentionArgs& args, AttentionShare share, void* stream);

@@ -61,24 +61,33 @@ struct SequenceScan {
     }
   }
 
-  // The sequence of the piece at `position` (less than total, the same in all threads) and where it begins.
-  template <class Count>
-  __device__ void find(int position, const Count& count, int& sequence, int& begin) {
-    __shared__ int found[2];
+  // Calls found(sequence, where it begins) in the thread that has counted the sequence of the piece at
+  // `position` (less than total, the same in all threads) last.
+  template <class Count, class Found>
+  __device__ void find(int position, const Count& count, const Found& found) {
     if (position >= start && position < start + own) {
       int at = start;
 #pragma unroll 1
       for (int s = from; s < to; ++s) {
-        const int pieces = count(s);
+        const int pieces = to - from == 1 ? own : count(s);
         if (position < at + pieces) {
-          found[0] = s;
-          found[1] = at;
+          found(s, at);
           break;
         }
         at += pieces;
       }
     }
     __syncthreads();
+  }
+
+  // The sequence itself and where it begins, in all threads.
+  template <class Count>
+  __device__ void find(int position, const Count& count, int& sequence, int& begin) {
+    __shared__ int found[2];
+    find(position, count, [&](int s, int at) {
+      found[0] = s;
+      found[1] = at;
+    });
     sequence = found[0];
     begin = found[1];
   }

@@ -2,6 +2,7 @@
 // A block takes a tile of rows (queries x heads of a group) of one kv head and goes over the positions that
 // they see, keys and values in turn on their way while the other is used; tiles that no row sees are left
 // out. Method: Dao, "FlashAttention-2", 2023.
+#include "../common/dependent.cuh"
 #include "../common/gpu.cuh"
 #include "../common/mma.cuh"
 #include "attention.h"
@@ -88,6 +89,8 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
   const int block_size = int(a.block_size);
   __shared__ int64_t offsets[2][S::kPositions];
   __shared__ int last_of_row[S::kRows];  // the last position that a row sees
+
+  let_next_start();  // the decode kernel, with the sequences that are not for this one
 
   // Which tile: the last rows of a sequence, which see most, come first.
   const auto count = [&](int s) -> int {

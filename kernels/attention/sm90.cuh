@@ -9,6 +9,7 @@
 #include <climits>
 #include <utility>
 
+#include "../common/dependent.cuh"
 #include "../common/hopper.cuh"
 #include "batch.cuh"
 
@@ -603,6 +604,7 @@ template <class C, class T, bool kSoftCap>
 __global__ void __launch_bounds__(C::kThreads, 1) prefill_kernel(const __grid_constant__ Launch launch) {
   Shared<C>& shared = *dynamic_shared<Shared<C>>();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  let_next_start();  // the decode kernel, with the sequences that are not for this one
   if (warp == 2) prefetch_batch(launch.args, lane);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * C::kWarpgroups;

@@ -19,10 +19,11 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Launches the second kernel. It must call wait_for_previous.
+// Launches the second kernel with `shared_bytes` of dynamic shared memory. It must call wait_for_previous, at
+// its end if it reads nothing of the first: what comes after it in the stream waits for it alone.
 template <class... Parameters, class... Arguments>
-inline int launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
-                            const Arguments&... arguments) {
+inline int launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
+                            cudaStream_t stream, const Arguments&... arguments) {
 #if defined(PELTON_CUDA) && defined(PELTON_HAS_SM90)
   // Code for older archs does not wait, so the overlap is for a library that has code for this one.
   if (device_properties().compute_capability == 90) {
@@ -32,13 +33,14 @@ inline int launch_dependent(void (*kernel)(Parameters...), dim3 grid, dim3 block
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
+    config.dynamicSmemBytes = size_t(shared_bytes);
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
     return int(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 #endif
-  kernel<<<grid, block, 0, stream>>>(arguments...);
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   return launch_result();
 }
 
