@@ -74,7 +74,11 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
             {"CUDA_HOME": "/nonexistent"},
             ["CUDA_HOME=/nonexistent", "no such folder"],
         ),
-        ({"profile": "rocm-gfx90a"}, {}, ["rocm-gfx90a", "cannot be built yet"]),
+        (
+            {"profile": "rocm-gfx90a"},
+            {"ROCM_PATH": "/nonexistent"},
+            ["ROCM_PATH=/nonexistent", "no such folder"],
+        ),
         ({"profile": "cpu-avx2", "build-dir": "build/{wheel_tag}"}, {}, ["build-dir", "placeholders"]),
         ({"profile": "cpu-avx2", "editable.rebuild": "yep"}, {}, ["editable.rebuild", "yep"]),
     ],

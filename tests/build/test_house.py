@@ -68,7 +68,8 @@ def test_sessions_that_documents_name_exist(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_documents_name_exist(document: Path) -> None:
     text = document.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)\)", prose):
         assert (document.parent / target).exists(), target
     for target in re.findall(r"`((?:python|kernels|docs|tests|build_profiles|cmake)/[\w./-]+)`", text):
         assert (ROOT / target).exists(), target
