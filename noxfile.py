@@ -503,6 +503,19 @@ def tests(session: nox.Session) -> None:
     )
 
 
+@nox.session(tags=["check"])
+def hip_headers(session: nox.Session) -> None:
+    """Compile the kernels with headers of other HIP versions: -- [--hip REPOSITORY --clr REPOSITORY] [VERSION...].
+
+    It needs a HIP compiler, and the network or copies of AMD's repositories HIP and clr.
+    """
+    session.install("-q", TORCH)
+    find = "import importlib.util as u; print(u.find_spec('torch').origin)"
+    torch = Path(str(session.run("python", "-c", find, silent=True)).strip()).parent
+    work = ROOT / "build" / "hip-headers"
+    tool(session, "hip-headers", "--torch", str(torch), "--work", str(work), *session.posargs)
+
+
 EMULATED = ["tests/emulation", "tests/kernels"]
 ROUNDS = [
     # How the emulation runs, and which tests. All of them once, as on NVIDIA's warps of 32.

@@ -13,7 +13,12 @@ macro(pelton_prepare_hip)
     pelton_run_build_tool(device-libs --clang "${PELTON_PLAN_HIP_COMPILER}" --libs "${PELTON_PLAN_HIP_DEVICE_LIBS}"
       --out "${CMAKE_BINARY_DIR}/device_libs" ${PELTON_PLAN_HIP_ARCHS})
     # CMake tries the compiler with these. Code objects of version 5 run with ROCm 6 and 7, whatever the compiler's default.
-    string(CONCAT CMAKE_HIP_FLAGS_INIT "--rocm-path=\"${PELTON_PLAN_HIP_ROOT}\" "
+    # Its headers first: a distribution's in /usr/include would else be found before those of a ROCm elsewhere.
+    set(pelton_hip_include "")
+    if(NOT PELTON_PLAN_HIP_ROOT STREQUAL "/usr")
+      set(pelton_hip_include "-isystem \"${PELTON_PLAN_HIP_ROOT}/include\" ")
+    endif()
+    string(CONCAT CMAKE_HIP_FLAGS_INIT "--rocm-path=\"${PELTON_PLAN_HIP_ROOT}\" ${pelton_hip_include}"
       "--rocm-device-lib-path=\"${CMAKE_BINARY_DIR}/device_libs\" -mcode-object-version=5")
     foreach(pelton_hip_variable IN ITEMS HIPFLAGS HIP_PLATFORM HIP_DEVICE_LIB_PATH HIPCC_COMPILE_FLAGS_APPEND)
       unset(ENV{${pelton_hip_variable}})

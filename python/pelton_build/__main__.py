@@ -23,6 +23,7 @@ COMMANDS = {
     "glibc": ("glibc", "make the stubs to link for an older glibc with"),
     "hipify": ("hipify", "make a HIP source of a CUDA source"),
     "device-libs": ("device_libs", "complete ROCm's device libraries for newer GPUs"),
+    "hip-headers": ("hip_headers", "compile the GPU sources with the headers of other HIP versions"),
     "emulation": ("emulation", "write the plan of the emulated library as a CMake file"),
     "repair": ("repair", "check that auditwheel has nothing to repair in wheels"),
     "audit": ("audit", "check finished wheels against their plans"),

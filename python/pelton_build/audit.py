@@ -437,7 +437,7 @@ check(
     "no GPU kernel spills registers or keeps arrays in memory, unless the plan allows it with a reason",
 )(check_local_memory)
 check(
-    "code-objects",
+    "amdgpu",
     "AMD code objects: the version that every ROCm loads, the arch's wave, its memory a block, matrix instructions",
 )(check_code_objects)
 check("cuobjdump", "cuobjdump lists the same device code")(check_cuobjdump)

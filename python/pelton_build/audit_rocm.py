@@ -34,16 +34,16 @@ def check_code_objects(wheel: OpenedWheel) -> Iterator[Finding]:
         of = f"{image.source or 'a source without a name'} for {image.arch}"
         if image.version != VERSION:
             found = f"a code object of version {image.version or 'that is unknown'}, {of}"
-            yield Finding("code-objects", library.name, found, f"version {VERSION}, for ROCm 6 and 7")
+            yield Finding("amdgpu", library.name, found, f"version {VERSION}, for ROCm 6 and 7")
         wave = hipfat.wave_size(image.arch)
         for kernel in image.kernels:
             name = f"{function_name(kernel.name)} of {of}"
             if kernel.wave != wave:
                 found = f"waves of {kernel.wave} lanes in {name}"
-                yield Finding("code-objects", library.name, found, f"{wave} lanes")
+                yield Finding("amdgpu", library.name, found, f"{wave} lanes")
             if kernel.shared > lds_limit(image.arch):
                 found = f"{kernel.shared} bytes of shared memory a block in {name}"
-                yield Finding("code-objects", library.name, found, f"at most {lds_limit(image.arch)}")
+                yield Finding("amdgpu", library.name, found, f"at most {lds_limit(image.arch)}")
             if kernel.matrix:
                 matrix.add((families.get(image.source, ""), image.arch.partition(":")[0]))
     for family, archs in claims.matrix:
@@ -51,4 +51,4 @@ def check_code_objects(wheel: OpenedWheel) -> Iterator[Finding]:
             if (family, arch) not in matrix:
                 found = f"no matrix instruction for {arch} in family {family}"
                 kind = "MFMA" if hipfat.wave_size(arch) == 64 else "WMMA"
-                yield Finding("code-objects", library.name, found, f"{kind}, as the plan says")
+                yield Finding("amdgpu", library.name, found, f"{kind}, as the plan says")

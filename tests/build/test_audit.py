@@ -273,10 +273,10 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
         lambda: cuda(CUDA_COMMON, cuda_images(), extra=".hip_fatbin"), "archs", LIBRARY_NAME, "device code (.hip_fatbin)"),
     "an AMD kernel that spills": (lambda: rocm(rocm_bundle(scratch=64, spilled=3)), "local", LIBRARY_NAME, "64 bytes of local memory a thread (3 stores"),
     "a code object of another version": (
-        lambda: rocm(amd.bundle(amd.code_object([amd.G(wave=64)], "gfx90a", abi=4), amd.code_object(abi=1), archs=["gfx90a", "gfx1100"])), "code-objects", LIBRARY_NAME, "a code object of version 6, norm/gpu.cu for gfx90a"),
-    "a wave of another size": (lambda: rocm(rocm_bundle(wave=64)), "code-objects", LIBRARY_NAME, "waves of 64 lanes in scale_kernel of norm/gpu.cu for gfx1100"),
-    "more shared memory than there is": (lambda: rocm(rocm_bundle(shared=65537)), "code-objects", LIBRARY_NAME, "65537 bytes of shared memory a block in scale_kernel"),
-    "no matrix instruction": (lambda: rocm(rocm_bundle(code=(amd.NOTHING,))), "code-objects", LIBRARY_NAME, "no matrix instruction for gfx90a in family norm"),
+        lambda: rocm(amd.bundle(amd.code_object([amd.G(wave=64)], "gfx90a", abi=4), amd.code_object(abi=1), archs=["gfx90a", "gfx1100"])), "amdgpu", LIBRARY_NAME, "a code object of version 6, norm/gpu.cu for gfx90a"),
+    "a wave of another size": (lambda: rocm(rocm_bundle(wave=64)), "amdgpu", LIBRARY_NAME, "waves of 64 lanes in scale_kernel of norm/gpu.cu for gfx1100"),
+    "more shared memory than there is": (lambda: rocm(rocm_bundle(shared=65537)), "amdgpu", LIBRARY_NAME, "65537 bytes of shared memory a block in scale_kernel"),
+    "no matrix instruction": (lambda: rocm(rocm_bundle(code=(amd.NOTHING,))), "amdgpu", LIBRARY_NAME, "no matrix instruction for gfx90a in family norm"),
     "a HIP runtime that is needed": (lambda: with_needed("libamdhip64.so.6"), "needed", LIBRARY_NAME, "libamdhip64.so.6"),
     "HIP is not on the bill": (
         lambda: rocm().but(files={**rocm().files, ROCM_BILL: bill(ROCM_INFO, components=[])}), "sbom", ROCM_BILL, "rocm-device-libs is not listed"),
