@@ -32,6 +32,14 @@ function(pelton_add_cuda target)
   endif()
 endfunction()
 
+# pelton_compile_alone(<target>)
+#
+# Has <target>'s CUDA files compiled without what nvcc reads from the environment, also when ninja is run by hand.
+function(pelton_compile_alone target)
+  set_target_properties(${target} PROPERTIES RULE_LAUNCH_COMPILE
+    "\"${CMAKE_COMMAND}\" -E env --unset=NVCC_PREPEND_FLAGS --unset=NVCC_APPEND_FLAGS --unset=NVCC_CCBIN")
+endfunction()
+
 # pelton_name_cuda_source(<source> <name>)
 #
 # Has the compiler write <name>, the one that the plan has, wherever it would write something of its own: into the

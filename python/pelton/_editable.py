@@ -42,8 +42,9 @@ def rebuild() -> None:
         # CalledProcessError of the build, by its name, so that nobody else pays for importing subprocess.
         if type(error).__name__ == "CalledProcessError":
             problem = (
-                "the build failed; its message stands above. Mend the sources or the profile and import again; "
-                "install again if the build folder was removed or the source was moved"
+                "the build failed; its message stands above. Mend the sources or the profile and import again; where it "
+                "says that a compiler was killed, memory ran out: import again with less running, or install with "
+                "MAX_JOBS=1. Install again if the build folder was removed or the source was moved"
             )
         elif isinstance(error, FileNotFoundError):
             problem = (

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import ProfileError
 from .planning import project_root
-from .profile import load_profile, profile_names
+from .profile import check_own_label, load_profile, profile_names
 
 __all__ = ["main", "matrix"]
 
@@ -20,15 +19,9 @@ def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
     """`{"include": [row, ...]}`, sorted by profile. Raises ProfileError: a broken profile must not be left
     out, and two with one label would make wheels of one name."""
     rows = []
-    labels: dict[str, str] = {}
     for name in profile_names(root):
         profile = load_profile(root, name)
-        other = labels.setdefault(profile.wheel.label, profile.file)
-        if other != profile.file:
-            raise ProfileError(
-                f"{profile.file}: wheel.label: {profile.wheel.label!r} is the label of {other}, too, so that two different "
-                "wheels would have one name; give each profile its own"
-            )
+        check_own_label(root, profile)
         rows.append(
             {
                 "profile": name,

@@ -21,7 +21,7 @@ from pathlib import Path
 from .detect import detect, probe_hardware
 from .errors import BuildError, ChoiceError
 from .plan import Plan, Setting, render
-from .profile import Profile, load_profile, profile_names
+from .profile import Profile, check_own_label, load_profile, profile_names
 from .project import load_project
 from .resolve import resolve
 from .settings import Choices, ConfigSettings, environment, read_choices, split_setting
@@ -61,11 +61,9 @@ def make_plan(
     choices = read_choices(config_settings, environ, table)
     if choices.profile is not None:
         # Before anything is probed: a misspelt name is answered at once.
-        profile = load_profile(root, choices.profile.value)
-        toolchain = probe_toolchain(environ, choices)
-    else:
-        toolchain = probe_toolchain(environ, choices)
-        profile, choices = choose_profile(root, choices, table, toolchain, environ)
+        load_profile(root, choices.profile.value)
+    toolchain = probe_toolchain(environ, choices)
+    profile, choices = choose_profile(root, choices, table, toolchain, environ)
     return resolve(profile, choices, table, toolchain, version or project_version(root, environ))
 
 
@@ -75,7 +73,9 @@ def choose_profile(
     """The profile chosen or detected, and the choices with it filled in. Raises DetectionError,
     ProfileError."""
     if choices.profile is not None:
-        return load_profile(root, choices.profile.value), choices
+        profile = load_profile(root, choices.profile.value)
+        check_own_label(root, profile)
+        return profile, choices
     profiles: list[Profile] = []
     broken: list[tuple[str, str]] = []
     for name in profile_names(root):
@@ -87,6 +87,7 @@ def choose_profile(
     hardware = probe_hardware(environ)
     found = detect(hardware, profiles, table, toolchain, device, tuple(broken))
     lost = tuple(f"{name} ({reason})" for name, reason in found.rejected)
+    check_own_label(root, found.profile)
     setting = Setting("profile", found.profile.name, f"detected: {found.reason}", lost)
     notes = (*choices.notes, *hardware.notes)
     return found.profile, dataclasses.replace(choices, profile=setting, notes=notes)

@@ -39,6 +39,7 @@ FOLDER = "build_profiles"
 LABEL_FIELDS = ("cuda_major", "cuda_major_minor")
 """What `wheel.label` may name in braces; filled from the CUDA toolkit that the plan takes."""
 
+_OLDEST_GLIBC, _NEWEST_GLIBC = (2, 17), (2, 45)
 _FIRST_PACKAGE = Version((13, 0))
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*", re.ASCII)
@@ -227,6 +228,10 @@ def _value(kind: Any, data: Any, shown: str, where: str) -> object:
     if kind in (VersionRange, Version, Size):
         if not isinstance(data, str):
             raise wrong(f"text such as '{_EXAMPLES[kind]}'")
+        if not data.strip():
+            raise ProfileError(
+                f"{shown}: {where}: is empty; write it as '{_EXAMPLES[kind]}', or leave the key out"
+            )
         try:
             return kind.parse(data)
         except ValueError as error:
@@ -319,6 +324,12 @@ def _check(profile: Profile) -> None:
         raise ProfileError(
             f"{shown}: wheel.glibc: write major and minor version, such as '2.28', found '{wheel.glibc}'"
         )
+    if not _OLDEST_GLIBC <= wheel.glibc.parts <= _NEWEST_GLIBC:
+        oldest, newest = (".".join(map(str, parts)) for parts in (_OLDEST_GLIBC, _NEWEST_GLIBC))
+        raise ProfileError(
+            f"{shown}: wheel.glibc: wheels are for a glibc from {oldest} to {newest}, found '{wheel.glibc}'"
+        )
+    _check_variant(profile)
     if profile.ci.timeout_minutes < 1:
         raise ProfileError(
             f"{shown}: ci.timeout-minutes: must be at least 1, found {profile.ci.timeout_minutes}"
@@ -333,6 +344,47 @@ def _check(profile: Profile) -> None:
     for package in profile.ci.packages:
         if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", package):
             raise ProfileError(f"{shown}: ci.packages: {package!r} is no name of a package")
+
+
+def _check_variant(profile: Profile) -> None:
+    """Whether the hardware by which installers choose is that of target.arch."""
+    for namespace, key, make in _VARIANT_ARCHS:
+        given = profile.variant.get(namespace, {}).get(key)
+        if given is None:
+            continue
+        wanted = tuple(made for arch in profile.target.arch if (made := make(arch)))
+        if set(given) != set(wanted):
+            raise ProfileError(
+                f"{profile.file}: variant.{namespace}.{key}: target.arch is {', '.join(profile.target.arch)}, so that "
+                f"it has to be {list(wanted)}, found {list(given)}"
+            )
+
+
+def _nvidia_arch(arch: str) -> str:
+    match = re.fullmatch(r"(sm|compute)_(\d+)[af]?", arch)
+    return f"{match[2]}_{'real' if match[1] == 'sm' else 'virtual'}" if match else ""
+
+
+# Namespace and key of a variant property that names archs, and how an arch of the profile is written there.
+_VARIANT_ARCHS = (
+    ("nvidia", "sm_arch", _nvidia_arch),
+    ("amd", "gfx_arch", lambda arch: arch.partition(":")[0] if arch.startswith("gfx") else ""),
+    ("x86_64", "level", lambda arch: arch.removeprefix("x86-64-") if arch.startswith("x86-64-") else ""),
+)
+
+
+def check_own_label(root: Path, profile: Profile) -> None:
+    """Raises ProfileError when another profile of the project has the same label."""
+    for name in profile_names(root):
+        try:
+            other = load_profile(root, name)
+        except ProfileError:
+            continue  # a broken profile makes no wheel
+        if other.name != profile.name and other.wheel.label == profile.wheel.label:
+            raise ProfileError(
+                f"{profile.file}: wheel.label: {profile.wheel.label!r} is the label of {other.file}, too, so that two "
+                "different wheels would have one name; give each profile its own"
+            )
 
 
 def _check_label(profile: Profile) -> None:

@@ -57,6 +57,7 @@ def resolve(
     problems: list[str] = []
     notes = [note.replace(PROFILE_FILE, profile.file) for note in choices.notes]
 
+    _check_oldest(profile, table)
     tools, build_requires = _tools(profile, toolchain, problems)
     included, excluded = _sources(profile, table, features, tools)
     if not any(source.role in ("cpu", "gpu") for source in included):
@@ -74,6 +75,7 @@ def resolve(
             "work; install python3-dev to have it"
         )
     notes += toolchain.pythons_out
+    notes += _passed_over(toolchain, tools)
     if (toolchain.system, toolchain.machine) != (profile.target.system, profile.target.machine):
         problems.append(
             f"this machine is {toolchain.system} on {toolchain.machine}, and the profile is for "
@@ -147,6 +149,21 @@ def resolve(
     )
 
 
+def _check_oldest(profile: Profile, table: KernelTable) -> None:
+    """Raises ProfileError for an arch that the kernels are not written for."""
+    oldest = table.library.oldest.get(profile.target.backend)
+    for arch in profile.target.arch if oldest else ():
+        if _number(arch) < _number(str(oldest)):
+            raise ProfileError(
+                f"{profile.file}: target.arch: {arch!r} is older than {oldest!r}, which the kernels need "
+                "(kernels.toml, library.oldest); name a newer one"
+            )
+
+
+def _number(arch: str) -> int:
+    return int(re.sub(r"\D", "", arch))
+
+
 def _settings(profile: Profile, choices: Choices) -> tuple[Setting, ...]:
     """The profile's provenance. Raises ChoiceError when PELTON_TARGET_DEVICE contradicts PELTON_PROFILE."""
     chosen = choices.profile or Setting("profile", profile.name, "named directly")
@@ -188,6 +205,17 @@ def _tools(profile: Profile, toolchain: Toolchain, problems: list[str]) -> tuple
     host = _host_compiler(profile, toolchain, gpu, problems)
     tools += [tool for tool in (host, gpu) if tool is not None]
     return tools, requires
+
+
+def _passed_over(toolchain: Toolchain, tools: list[Tool]) -> list[str]:
+    """Compilers that come before the ones taken and do not work."""
+    probes = {"cxx": toolchain.cxx, "cuda": toolchain.cuda, "rocm": toolchain.rocm}
+    return [
+        f"{place}; passed over for {tool.path or 'that of the package index'}"
+        for tool in tools
+        for place in probes[tool.kind].looked
+        if ", which " in place
+    ]
 
 
 def _looked(places: tuple[str, ...]) -> str:

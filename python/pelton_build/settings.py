@@ -112,6 +112,27 @@ _PLAN_DEFINITIONS = re.compile(
     r"-?D?\s*(PELTON_\w+|CMAKE_(?:CUDA|HIP)_ARCHITECTURES|CMAKE_(?:C|CXX|CUDA|HIP)_FLAGS\w*|GPU_TARGETS|AMDGPU_TARGETS)"
     r"(?::\w+)?=(\S*)"
 )
+# Definitions of compilers: the plan takes them from variables, and knows their versions then.
+_COMPILER_DEFINITIONS = {
+    "CMAKE_C_COMPILER": "CXX",
+    "CMAKE_CXX_COMPILER": "CXX",
+    "CMAKE_CUDA_COMPILER": "CUDACXX",
+    "CMAKE_CUDA_HOST_COMPILER": "CXX",
+    "CMAKE_HIP_COMPILER": "HIPCXX",
+    "CUDAToolkit_ROOT": "CUDA_HOME",
+    "CUDA_TOOLKIT_ROOT_DIR": "CUDA_HOME",
+    "ROCM_PATH": "ROCM_PATH",
+}
+# What there is to say to CMake beside the plan: it changes how a build runs, and not what comes out.
+_FREE_DEFINITIONS = (
+    "CMAKE_COLOR_DIAGNOSTICS",
+    "CMAKE_CUDA_COMPILER_LAUNCHER",
+    "CMAKE_CXX_COMPILER_LAUNCHER",
+    "CMAKE_EXPORT_COMPILE_COMMANDS",
+    "CMAKE_HIP_COMPILER_LAUNCHER",
+    "CMAKE_MESSAGE_LOG_LEVEL",
+    "CMAKE_VERBOSE_MAKEFILE",
+)
 
 
 @dataclass(frozen=True)
@@ -240,7 +261,22 @@ def _command_line(
             name = match[1]
             use = f"{option}profile=NAME" if name == PROFILE else "the profile (or a profile of your own)"
             raise ChoiceError(f"{option}{key}: {name} follows from the plan; say it with {use}")
+        elif ".define." in f".{key}":
+            _check_definition(f"{option}{key}", key.rpartition(".")[2])
+        else:
+            for name in re.findall(r"-D\s*(\w+)", str(value)):
+                _check_definition(f"{option}{key}", name)
     return given
+
+
+def _check_definition(where: str, name: str) -> None:
+    """Raises ChoiceError for a definition that nothing reads, or that the plan would not know of."""
+    name = name.partition(":")[0]
+    if variable := _COMPILER_DEFINITIONS.get(name):
+        raise ChoiceError(f"{where}: the plan says which compiler it is; set the variable {variable} to it")
+    if name not in _FREE_DEFINITIONS:
+        hint = did_you_mean(name, _FREE_DEFINITIONS)
+        raise ChoiceError(f"{where}: {name} is no definition that this build reads{hint}")
 
 
 def _one(given: Mapping[str, tuple[str, ...]], key: str, option: str) -> Setting | None:

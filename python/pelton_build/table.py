@@ -7,6 +7,7 @@
     torch = "2.10"                  # oldest torch that it runs with
     torch-headers = ">=2.13"        # torch versions whose headers it compiles with
     torch-package = "torch==2.13.0" # build requirement when no such torch is at hand
+    oldest = { cuda = "sm_80" }     # oldest arch that the kernels can be compiled for
     environment = ["PELTON_LIBRARY"]  # variables of the package itself, which are no build settings
 
     [feature.marlin]
@@ -90,6 +91,8 @@ class Library:
     torch_headers: VersionRange
     torch_package: str
     environment: tuple[str, ...]
+    oldest: Mapping[Backend, str] = field(default_factory=dict)
+    """By backend: the oldest arch that the kernels can be compiled for."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,16 @@ def _library(entry: object) -> Library:
     _only(
         entry,
         where,
-        ("name", "package", "cxx-standard", "torch", "torch-headers", "torch-package", "environment"),
+        (
+            "name",
+            "package",
+            "cxx-standard",
+            "torch",
+            "torch-headers",
+            "torch-package",
+            "environment",
+            "oldest",
+        ),
     )
     entry = cast("dict[str, Any]", entry)
     standard = entry.get("cxx-standard", 20)
@@ -257,7 +269,20 @@ def _library(entry: object) -> Library:
         torch_headers=_range(entry, where, "torch-headers"),
         torch_package=package,
         environment=tuple(_variable(name, where) for name in _texts(entry, where, "environment")),
+        oldest=_oldest(entry.get("oldest", {})),
     )
+
+
+def _oldest(table: object) -> Mapping[Backend, str]:
+    where = "library.oldest"
+    _only(table, where, ("cuda",))  # AMD's names have no order, and a CPU profile has one level
+    made = cast("Mapping[Backend, str]", table)
+    for backend, arch in made.items():
+        try:
+            check_archs(backend, [arch])
+        except ArchError as error:
+            raise TableError(f"{FILE}: {where}.{backend}: {error}") from None
+    return made
 
 
 def _identifier(entry: Mapping[str, Any], where: str, key: str) -> str:

@@ -196,7 +196,7 @@ def _program(variable: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """The one program that a variable names, as (path, "") or ("", problem)."""
     value = environ[variable].strip()
     if path := _which(value, environ):
-        return path, ""
+        return str(Path(path).absolute()), ""  # CMake runs in another folder
     try:
         words = shlex.split(value)
     except ValueError:
@@ -204,7 +204,10 @@ def _program(variable: str, environ: Mapping[str, str]) -> tuple[str, str]:
     if len(words) > 1:
         programs = [word for word in words if not word.startswith("-")] or words
         one = next((word for word in reversed(programs) if _which(word, environ)), programs[-1])
-        hint = "; for a launcher such as ccache use -C cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"
+        language = {"CUDACXX": "CUDA", "HIPCXX": "HIP"}.get(variable, "CXX")
+        hint = (
+            f"; for a launcher such as ccache use -C cmake.define.CMAKE_{language}_COMPILER_LAUNCHER=ccache"
+        )
         return (
             "",
             f"{variable}={value}: name one program without arguments, such as {variable}={one}{hint}",
@@ -532,6 +535,8 @@ def _toolkit(
         if not value:
             continue
         path, problem = _in_folder(Path(value), inside)
+        if not Path(value).is_absolute():
+            problem = "is no whole path, and the build runs in other folders"
         if problem:
             return Probe(problem=f"{variable}={value}: {problem}; correct or unset it")
         tool, why = ask(path, variable, environ)

@@ -278,9 +278,13 @@ def test_presets_are_not_written_over_foreign_ones(tree: Path, capsys: pytest.Ca
 def test_two_profiles_with_one_label_are_refused(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tree / "build_profiles"
     shutil.copy(folder / "cuda-sm90.toml", folder / "cuda-x.toml")
-    status, out, err = run(tree, capsys, "matrix")
-    assert status == 1 and not out
-    assert "build_profiles/cuda-x.toml" in err and "build_profiles/cuda-sm90.toml" in err and "label" in err
+    for command in (["matrix"], ["plan", "cuda-x"], ["plan", "cuda-sm90"]):
+        status, out, err = run(tree, capsys, *command)
+        assert status == 1 and not out
+        assert (
+            "build_profiles/cuda-x.toml" in err and "build_profiles/cuda-sm90.toml" in err and "label" in err
+        )
+    assert run(tree, capsys, "plan", "cpu-avx2")[0] == 0  # which has a name of its own
 
 
 def test_a_broken_profile_stops_the_matrix_but_not_the_others(

@@ -175,6 +175,17 @@ def test_a_touched_kernel_is_one_object(project: Project, wheel: Path) -> None:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
+def test_ninja_by_hand_compiles_without_nvccs_variables(project: Project, wheel: Path) -> None:
+    folder = project.folder / "build" / "cuda-sm90" / "wheel"
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "ninja"
+    commands = said_by(ninja, "-C", folder, "-t", "commands").splitlines()
+    compiled = [line for line in commands if " -x cu " in line]
+    assert compiled
+    for line in compiled:
+        for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"):
+            assert f"--unset={name}" in line.partition(" -x cu ")[0], line
+
+
 def test_a_folder_for_temporary_files_that_nvcc_cannot_use(
     project: Project, way: Way, tmp_path: Path
 ) -> None:

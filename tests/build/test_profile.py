@@ -51,7 +51,7 @@ def test_all_keys_are_read() -> None:
         plan_cases.CUDA.replace(
             'cuda = ">=12.8,<14"', 'cuda = ">=12.8,<14"\ncuda-package = "13.0.2"\ngcc = ">=12"'
         )
-        + 'glibc = "2.34"\nrequires = ["x>=1"]\n[features]\nawq = true\n[variant]\nnvidia = { sm_arch = ["90_real"] }\n'
+        + 'glibc = "2.34"\nrequires = ["x>=1"]\n[features]\nawq = true\n[variant]\nnvidia = { sm_arch = ["80_real", "90_real"] }\n'
         + '[ci]\nrunner = "r"\ncontainer = "c@sha256:'
         + "0" * 64
         + '"\npackages = ["clang-19"]\nrun = false\ntimeout-minutes = 5\n'
@@ -62,7 +62,7 @@ def test_all_keys_are_read() -> None:
     assert profile.toolchain.gcc == VersionRange.parse(">=12")
     assert (profile.wheel.glibc, profile.wheel.requires) == (Version((2, 34)), ("x>=1",))
     assert profile.features == {"awq": True}
-    assert profile.variant == {"nvidia": {"sm_arch": ("90_real",)}}
+    assert profile.variant == {"nvidia": {"sm_arch": ("80_real", "90_real")}}
     assert profile.ci == Ci("r", "c@sha256:" + "0" * 64, ("clang-19",), False, 5)
 
 
@@ -102,6 +102,10 @@ def test_all_keys_are_read() -> None:
         ('"cpu.test"', '"cpu{cuda_major}"', "wheel.label: '{cuda_major}' is for backend cuda"),
         ('"cpu.test"', '"cpu.{"', "wheel.label: 'cpu.{' is not a local version label"),
         ('"5 MiB"', '"5 MiB"\nglibc = "2"', "wheel.glibc: write major and minor version"),
+        ('"5 MiB"', '"5 MiB"\nglibc = "2.99"', "wheel.glibc: wheels are for a glibc from 2.17 to 2.45, found '2.99'"),
+        ('"5 MiB"', '"5 MiB"\nglibc = "2.5"', "wheel.glibc: wheels are for a glibc from 2.17 to 2.45, found '2.5'"),
+        ('"5 MiB"', '"5 MiB"\n[variant]\nx86_64 = { level = ["v4"] }', "variant.x86_64.level: target.arch is x86-64-v3, so that it has to be ['v3'], found ['v4']"),
+        ('"5 MiB"', '"5 MiB"\n[toolchain]\ngcc = ""', "toolchain.gcc: is empty; write it as '>=12.8,<14', or leave the key out"),
         ('"5 MiB"', '"5 MiB"\nrequires = "x"', 'wheel.requires: expected a list, such as ["x"]'),
         ('"5 MiB"', '"5 MiB"\n[toolchain]\ngcc = "12"', "toolchain.gcc: '12' has no operator; write e.g. '>=12'"),
         ('"5 MiB"', '"5 MiB"\n[toolchain]\ngcc = ">=13,<12"', "toolchain.gcc: no version satisfies"),
@@ -129,6 +133,12 @@ def test_refuses(old: str, new: str, message: str) -> None:
         ('">=12.8,<14"', '">=12.8"\ncuda-package = "12.9.1"', "package indexes have the compiler from CUDA 13.0 on, found 12.9.1"),
         ('">=12.8,<14"', '">=13"\ncuda-package = "12.9"', "toolchain.cuda-package: 12.9 is not in toolchain.cuda '>=13'"),
         ('"sm_80", "sm_90a"', '"sm_101"', None),
+        ('">=12.8,<14"', '" "', "toolchain.cuda: is empty"),
+        ("[wheel]", '[variant]\nnvidia = { sm_arch = ["80_real", "90_real"] }\n[wheel]', None),
+        ("[wheel]", '[variant]\nnvidia = { cuda_version_lower_bound = ["13.0"] }\n[wheel]', None),
+        ("[wheel]", '[variant]\nnvidia = { sm_arch = ["90_real"] }\n[wheel]', "variant.nvidia.sm_arch: target.arch is sm_80, sm_90a, so that it has to be ['80_real', '90_real']"),
+        ("[wheel]", '[variant]\nnvidia = { sm_arch = ["80_virtual", "90_real"] }\n[wheel]', "found ['80_virtual', '90_real']"),
+        ("[wheel]", '[variant]\namd = { gfx_arch = ["gfx90a"] }\n[wheel]', "variant.amd.gfx_arch: target.arch is sm_80, sm_90a, so that it has to be []"),
         ('"sm_80", "sm_90a"', '"sm_93"', "target.arch: unknown cuda arch 'sm_93'; did you mean 'sm_90'?"),
         ('">=12.8,<14"', '"<12"', "target.arch: 'sm_90a' is not known to any nvcc of toolchain.cuda '<12'"),
     ],

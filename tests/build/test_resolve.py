@@ -512,6 +512,31 @@ def test_torch_that_is_too_old_is_passed_over_with_a_line() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("archs", "old"),
+    [('"sm_75", "sm_90a"', "sm_75"), ('"sm_80", "compute_75"', "compute_75"), ('"sm_80", "sm_100a"', "")],
+)
+def test_an_arch_that_the_kernels_are_not_written_for(archs: str, old: str) -> None:
+    table = parse_table(plan_cases.TABLE.replace("[library]", "[library]\noldest = { cuda = 'sm_80' }"))
+    profile = plan_cases.profile(CUDA.replace('"sm_80", "sm_90a"', archs).replace(">=12.8,<14", ">=12.9,<13"))
+    toolchain = with_tool(FULL, cuda=Probe(replace(NVCC, version="12.9.1", headers_version="12.9")))
+    if old:
+        with pytest.raises(
+            ProfileError, match=rf"target\.arch: '{old}' is older than 'sm_80', which the kernels need"
+        ):
+            resolve(profile, Choices(), table, toolchain)
+    else:
+        assert resolve(profile, Choices(), table, toolchain).problems == ()
+
+
+def test_a_broken_compiler_that_is_passed_over_is_noted() -> None:
+    broken = ("/usr/bin/nvcc, which ends with status 1 (no licence)", "nvcc on PATH")
+    toolchain = with_tool(FULL, cuda=Probe(NVCC, looked=broken), cxx=Probe(GCC, looked=("g++ on PATH",)))
+    (note,) = plan_for(CUDA, toolchain=toolchain).notes
+    assert note == f"{broken[0]}; passed over for {NVCC.path}"
+    assert plan_for(CPU, toolchain=toolchain).notes == ()
+
+
 def test_another_machine() -> None:
     plan = plan_for(CPU, toolchain=replace(FULL, system="darwin", machine="aarch64"))
     assert plan.problems == (

@@ -48,6 +48,8 @@ def test_variables_of_the_package_are_no_unknown_settings() -> None:
     ("text", "message"),
     [
         ("[family.x]\ncpu = ['x.cpp']", "missing table [library]"),
+        (LIBRARY + "oldest = { cuda = 'sm80' }", "library.oldest.cuda: unknown cuda arch 'sm80'; did you mean 'sm_80'?"),
+        (LIBRARY + "oldest = { rocm = 'gfx900' }", "unknown key 'library.oldest.rocm'"),
         (LIBRARY + "[famly.x]\ncpu = ['x.cpp']", "unknown key 'famly'; did you mean 'family'?"),
         (LIBRARY + "[family.x]\ncuad = ['x.cu']", "unknown key 'family.x.cuad'; did you mean 'cuda'?"),
         (LIBRARY + "[family.x]\nsummary = 'none'", "family.x: has no source"),

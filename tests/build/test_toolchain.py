@@ -12,6 +12,7 @@ import pytest
 
 from pelton_build.plan import Tool
 from pelton_build.toolchain import (
+    Probe,
     probe_cores,
     probe_cuda,
     probe_cxx,
@@ -281,6 +282,36 @@ def test_unusable_cuda_variable_is_an_error(tmp_path: Path, variable: str, value
             probe_cuda({**environ, "CUDACXX": str(tmp_path / "good/bin/nvcc")}, tmp_path).problem
             == probe.problem
         )
+
+
+@pytest.mark.parametrize(
+    ("variable", "language", "probe"),
+    [("CUDACXX", "CUDA", probe_cuda), ("HIPCXX", "HIP", probe_rocm)],
+)
+def test_a_launcher_is_named_for_the_language(
+    tmp_path: Path, variable: str, language: str, probe: Callable[..., Probe]
+) -> None:
+    compiler = script(tmp_path / "bin/compiler", "true")
+    script(tmp_path / "bin/ccache", "true")
+    environ = {"PATH": str(compiler.parent), variable: "ccache compiler"}
+    problem = probe(environ, tmp_path).problem
+    assert f"{variable}=compiler; for a launcher" in problem
+    assert f"-C cmake.define.CMAKE_{language}_COMPILER_LAUNCHER=ccache" in problem
+
+
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CMake runs in another folder, where they would lead elsewhere."""
+    nvcc(tmp_path / "cuda")
+    monkeypatch.chdir(tmp_path)
+    tool = probe_cuda({"PATH": PATH, "CUDACXX": "cuda/bin/nvcc"}, tmp_path).tool
+    assert tool is not None and tool.path == str(tmp_path / "cuda/bin/nvcc")
+    for variable, value in (("CUDA_HOME", "cuda"), ("CUDA_PATH", "./cuda")):
+        problem = probe_cuda({"PATH": PATH, variable: value}, tmp_path).problem
+        assert problem.startswith(
+            f"{variable}={value}: is no whole path, and the build runs in other folders"
+        )
+    problem = probe_rocm({"PATH": PATH, "ROCM_HOME": "cuda"}, tmp_path).problem
+    assert problem.startswith("ROCM_HOME=cuda: is no whole path")
 
 
 # --- ROCm ------------------------------------------------------------------------------------------------------------
