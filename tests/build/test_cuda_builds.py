@@ -123,7 +123,8 @@ def test_the_audit_finds_what_was_planned(wheel: Path) -> None:
     report = audit.audit_wheel(wheel, only=set(audit.CHECKS) - {"auditwheel", "local"})
     assert report.findings == ()
     assert {(use.family, use.source, use.arch) for use in report.kernels} == {
-        ("norm", "norm/gpu.cu", "sm_90a")
+        ("norm", "norm/gpu.cu", "sm_90a"),
+        ("norm", "norm/gpu_fused.cu", "sm_90a"),
     }
     assert all(0 < use.registers <= 255 for use in report.kernels)
 
