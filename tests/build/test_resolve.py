@@ -607,7 +607,12 @@ def test_equal_inputs_make_equal_plans_and_json_brings_them_back(
 def test_real_profiles(name: str, toolchain: Toolchain) -> None:
     profile, table = plan_cases.real_profile(name), plan_cases.real_table()
     plan = resolve(profile, Choices(), table, toolchain, "0.1.0")
-    built = {family.name for family in table.families if profile.target.backend in family.device}
+    on = {feature.name for feature in plan.features if feature.enabled}
+    built = {
+        family.name
+        for family in table.families
+        if profile.target.backend in family.device and (not family.features or on & set(family.features))
+    }
     assert built <= {source.family for source in plan.sources}
     assert plan.backend == name.split("-")[0]
     assert plan.platform_tag == "manylinux_2_28_x86_64"
