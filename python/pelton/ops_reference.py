@@ -139,7 +139,7 @@ def _quant_lanes() -> int:
     return int(torch.ops.pelton.quant_panel_width()) // 2
 
 
-def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None) -> Tensor:
+def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     out_features, in_features = q.shape
     lanes = _quant_lanes()
     if order is None:
@@ -151,7 +151,7 @@ def pack_quant_weight(q: Tensor, bits: int, order: Tensor | None = None) -> Tens
     # [panels, vectors, lanes, steps, halves of a byte, bytes]
     fields = padded.view(panels, 2, lanes, inputs * bits // 32, 8 // bits, 4).permute(0, 3, 1, 2, 5, 4)
     packed = fields[..., 0] if bits == 8 else (fields[..., 0] & 15) | (fields[..., 1] << 4)
-    return packed.reshape(panels, inputs // 32, 8 * bits * lanes)
+    return _deliver(packed.reshape(panels, inputs // 32, 8 * bits * lanes), q, out)
 
 
 def quant_linear(
