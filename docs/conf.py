@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from docutils import nodes
@@ -35,74 +36,68 @@ nitpicky = True
 suppress_warnings = ["misc.highlighting_failure"]
 
 
-class Markdown(SphinxDirective):
-    """Base: a subclass says its content as Markdown, which is parsed where the directive stands."""
-
-    def markdown(self) -> str:
-        raise NotImplementedError
-
-    def run(self) -> list[nodes.Node]:
-        node = nodes.container()
-        self.state.nested_parse(StringList(self.markdown().splitlines(), ""), self.content_offset, node)
-        return node.children
-
-
 def row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-class Profiles(Markdown):
+def profiles() -> list[str]:
     """The table of all profiles."""
-
-    def markdown(self) -> str:
-        lines = [row("profile", "hardware", "archs", "label", "features"), row(*["---"] * 5)]
-        for name in profile_names(ROOT):
-            profile = load_profile(ROOT, name)
-            features = ", ".join(feature for feature, on in profile.features.items() if on) or "none"
-            archs = " ".join(f"`{arch}`" for arch in profile.target.arch)
-            lines.append(row(f"`{name}`", profile.summary, archs, f"`{profile.wheel.label}`", features))
-        return "\n".join(lines)
+    lines = [row("profile", "hardware", "archs", "label", "features"), row(*["---"] * 5)]
+    for name in profile_names(ROOT):
+        profile = load_profile(ROOT, name)
+        features = ", ".join(feature for feature, on in profile.features.items() if on) or "none"
+        archs = " ".join(f"`{arch}`" for arch in profile.target.arch)
+        lines.append(row(f"`{name}`", profile.summary, archs, f"`{profile.wheel.label}`", features))
+    return lines
 
 
-class ProfileKeys(Markdown):
+def profile_keys() -> list[str]:
     """All keys of a profile, from the schema that editors use."""
-
-    def markdown(self) -> str:
-        top = schema(load_table(ROOT))["properties"]
-        lines = [row("key", "meaning"), row("---", "---")]
-        for key, about in top.items():
-            lines.append(row(f"`{key}`", about.get("description", "")))
-            # Features have a table of their own.
-            for inner, said in about.get("properties", {}).items() if key != "features" else ():
-                lines.append(row(f"`{key}.{inner}`", said.get("description", "")))
-        return "\n".join(lines)
+    lines = [row("key", "meaning"), row("---", "---")]
+    for key, about in schema(load_table(ROOT))["properties"].items():
+        lines.append(row(f"`{key}`", about.get("description", "")))
+        # Features have a table of their own.
+        for inner, said in about.get("properties", {}).items() if key != "features" else ():
+            lines.append(row(f"`{key}.{inner}`", said.get("description", "")))
+    return lines
 
 
-class Features(Markdown):
+def features() -> list[str]:
     """The optional features and who can switch them how."""
-
-    def markdown(self) -> str:
-        lines = [row("feature", "what it brings", "backends", "environment"), row(*["---"] * 4)]
-        for name, feature in load_table(ROOT).features.items():
-            lines.append(
-                row(f"`{name}`", feature.summary, ", ".join(feature.backends), f"`{feature.environment}`")
-            )
-        return "\n".join(lines)
+    lines = [row("feature", "what it brings", "backends", "environment"), row(*["---"] * 4)]
+    for name, feature in load_table(ROOT).features.items():
+        lines.append(
+            row(f"`{name}`", feature.summary, ", ".join(feature.backends), f"`{feature.environment}`")
+        )
+    return lines
 
 
-class Families(Markdown):
+def families() -> list[str]:
     """The kernel families: the features that bring them, and who has device code."""
+    lines = [row("family", "what it computes", "device code for", "with feature"), row(*["---"] * 4)]
+    for family in load_table(ROOT).families:
+        backends = ", ".join(backend for backend, sources in family.device.items() if sources)
+        lines.append(row(f"`{family.name}`", family.summary, backends, " or ".join(family.features)))
+    return lines
 
-    def markdown(self) -> str:
-        lines = [row("family", "what it computes", "device code for", "with feature"), row(*["---"] * 4)]
-        for family in load_table(ROOT).families:
-            backends = ", ".join(backend for backend, sources in family.device.items() if sources)
-            lines.append(row(f"`{family.name}`", family.summary, backends, " or ".join(family.features)))
-        return "\n".join(lines)
+
+def directive(markdown: Callable[[], list[str]]) -> type[SphinxDirective]:
+    """A directive that stands for lines of Markdown."""
+
+    class Made(SphinxDirective):
+        def run(self) -> list[nodes.Node]:
+            node = nodes.container()
+            self.state.nested_parse(StringList(markdown(), ""), self.content_offset, node)
+            return node.children
+
+    return Made
 
 
 def setup(app: Sphinx) -> None:
-    app.add_directive("profiles", Profiles)
-    app.add_directive("profile-keys", ProfileKeys)
-    app.add_directive("features", Features)
-    app.add_directive("families", Families)
+    for name, markdown in (
+        ("profiles", profiles),
+        ("profile-keys", profile_keys),
+        ("features", features),
+        ("families", families),
+    ):
+        app.add_directive(name, directive(markdown))
