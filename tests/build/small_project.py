@@ -46,6 +46,12 @@ class Project:
         parts = re.split(r"(?m)^(?=\[family\.)", table.read_text(encoding="utf-8"))
         kept = [part for part in parts[1:] if part.startswith(tuple(f"[family.{name}]" for name in families))]
         table.write_text("".join([parts[0], *kept]), encoding="utf-8")
+        for profile in (folder / "build_profiles").glob("*.toml"):  # these families implement no feature
+            text = profile.read_text(encoding="utf-8")
+            features = re.search(r"(?m)^\[features\]\n(?:[^\[].*\n|\n)*", text)
+            if features is not None:
+                text = text.replace(features[0], features[0].replace("= true", "= false"))
+                profile.write_text(text, encoding="utf-8")
         self.git("init", "-q")
         self.git("add", "-A")
         self.git("commit", "-q", "-m", "all")

@@ -249,7 +249,8 @@ def test_an_editable_installation_follows_its_sources(project: Project, tmp_path
 
     profile = copy.folder / "build_profiles" / "cpu-avx2.toml"
     original = profile.read_text(encoding="utf-8")
-    profile.write_text(original.replace("x86-64-v3", "x86-64-v4"), encoding="utf-8")
+    wider = original.replace("x86-64-v3", "x86-64-v4").replace('["v3"]', '["v4"]')
+    profile.write_text(wider, encoding="utf-8")
     wide = installed.library()
     assert wide != touched, "the profile was changed"
     profile.write_text(original, encoding="utf-8")
