@@ -31,6 +31,40 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
+// Arithmetic on two half-precision values in a register, each rounded to nearest.
+template <class T>
+__device__ __forceinline__ uint32_t multiply_add2(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef PELTON_CUDA
+  uint32_t d;
+  if constexpr (T::is_bf16) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+#else
+  const auto half = [&](int shift) {
+    const auto value = [&](uint32_t pair) { return to_float(T{uint16_t(pair >> shift)}); };
+    return value(a) * value(b) + value(c);
+  };
+  return pack2<T>(half(0), half(16));
+#endif
+}
+template <class T>
+__device__ __forceinline__ uint32_t add2(uint32_t a, uint32_t b) {
+  if constexpr (T::is_bf16) {
+    return multiply_add2<T>(a, 0x3f803f80u, b);  // sm_80 has no other
+  } else {
+#ifdef PELTON_CUDA
+    uint32_t d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+#else
+    return multiply_add2<T>(a, 0x3c003c00u, b);
+#endif
+  }
+}
+
 // D[16 x 8] += A[16 x 16] * B[16 x 8] for one warp; T is f16 or bf16, D fp32. With group = lane / 4, pair =
 // lane % 4:
 //   d[0..1]: row group,     columns 2 pair, 2 pair + 1;  d[2..3]: row group + 8

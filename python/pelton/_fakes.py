@@ -107,6 +107,35 @@ def _pack_linear_weight(packed: Tensor, weight: Tensor) -> None:
     )
 
 
+def _marlin_repack(out: Tensor, q: Tensor, perm: Tensor | None, bits: int) -> None:
+    torch._check(q.dim() == 2, lambda: "marlin_repack: q must be [out_features, in_features]")
+    torch._check(
+        out.dim() == 3 and out.shape[2] == 128 * bits,
+        lambda: "marlin_repack: out must be [tiles, tiles, 128 * bits]",
+    )
+
+
+def _marlin_gemm(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    perm: Tensor | None,
+    bias: Tensor | None,
+    workspace: Tensor,
+    bits: int,
+    group_size: int,
+) -> None:
+    torch._check(
+        out.shape[:-1] == x.shape[:-1], lambda: "marlin_gemm: out must have the leading dimensions of x"
+    )
+    torch._check(
+        weight.dim() == 3 and scales.dim() == 3,
+        lambda: "marlin_gemm: weight and scales must have three dimensions",
+    )
+
+
 def _paged_attention(
     out: Tensor,
     query: Tensor,
@@ -158,6 +187,8 @@ _FAKES = {
     "pack_linear_weight": _pack_linear_weight,
     "pack_quant_weight": _pack_quant_weight,
     "quant_linear": _quant_linear,
+    "marlin_repack": _marlin_repack,
+    "marlin_gemm": _marlin_gemm,
     "paged_attention": _paged_attention,
     "sample": _sample,
     "greedy_sample": _greedy_sample,

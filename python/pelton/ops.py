@@ -32,6 +32,10 @@ __all__ = [
     "greedy_sample",
     "linear",
     "linear_panel_width",
+    "marlin_gemm",
+    "marlin_pack_scales",
+    "marlin_repack",
+    "marlin_workspace_size",
     "pack_linear_weight",
     "pack_quant_groups",
     "pack_quant_weight",
@@ -272,6 +276,76 @@ def quant_linear(
     if out is None:
         out = x.new_empty((*x.shape[:-1], out_features))
     _ops.quant_linear.default(out, x, packed_weight, scales, zeros, order, bias, bits, group_size, int8)
+    return out
+
+
+def marlin_repack(q: Tensor, bits: int, perm: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Quantized weights ``q`` uint8 [out_features, in_features] in the layout that :func:`marlin_gemm` reads.
+
+    Gives int32 [ceil(out_features / 64), ceil(in_features / 64), 128 * bits]; ``bits`` is 4 or 8, and higher bits of
+    ``q`` are left out. ``perm`` int32 [in_features]: input k of the result is input ``perm[k]`` of ``q`` (outside of
+    it: zeros). The layout is described in ``kernels/quant/marlin/layout.h``. Only in builds with the feature marlin.
+    """
+    if out is None:
+        shape = (-(-q.shape[0] // 64), -(-q.shape[1] // 64), 128 * bits)
+        out = q.new_empty(shape, dtype=torch.int32)
+    _ops.marlin_repack.default(out, q, perm, bits)
+    return out
+
+
+def marlin_pack_scales(values: Tensor) -> Tensor:
+    """Scales or zeros [groups, out_features] as :func:`marlin_gemm` has them: [ceil(out_features / 64), groups, 64]."""
+    groups, out_features = values.shape
+    blocks = -(-out_features // 64)
+    padded = values.new_zeros(groups, blocks * 64)
+    padded[:, :out_features] = values
+    return padded.view(groups, blocks, 8, 8).permute(1, 0, 3, 2).reshape(blocks, groups, 64)
+
+
+def marlin_workspace_size(num_tokens: int, out_features: int, in_features: int, copied: bool = True) -> int:
+    """Elements (float32) of the workspace that :func:`marlin_gemm` needs.
+
+    It holds counters, partial sums of outputs whose inputs are split over multiprocessors, and a copy of ``x`` when
+    that has permuted inputs or rows that are not aligned to 16 bytes (``copied``). It must be zeros before its first
+    use, and calls leave its counters zero: one workspace, as large as the largest call needs, does for all calls of a
+    stream, also in graphs. Two streams need one each.
+    """
+    return int(_ops.marlin_workspace_size.default(num_tokens, out_features, in_features, copied))
+
+
+def marlin_gemm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    zeros: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """``x @ W.T + bias`` with quantized weights, ``W[n, k] = (q[n, k] - zero[n, group]) * scale[n, group]``.
+
+    ``x`` [..., in_features], float16 or bfloat16, rows of any one stride; gives [..., out_features]. ``weight`` from
+    :func:`marlin_repack`; ``scales`` (dtype of ``x``) and ``zeros`` (uint8 below ``2 ** bits``; None:
+    ``2 ** (bits - 1)``) from :func:`marlin_pack_scales`; the group of input k is ``k // group_size``, where
+    ``group_size`` is a multiple of 32, or -1 for one group. ``perm`` int32 [in_features]: input k of ``weight`` is
+    input ``perm[k]`` of ``x`` (GPTQ's act-order, with inputs sorted by group). Products of up to 64 inputs are summed
+    in float32 before they are scaled; the order of sums does not depend on timing. ``workspace``: float32,
+    :func:`marlin_workspace_size` elements, zeros before its first use.
+    Sources: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference", 2024; Osama et al.,
+    "Stream-K", 2023. Only in builds with the feature marlin.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], out_features))
+    if workspace is None:
+        num_tokens = x.numel() // max(x.shape[-1], 1)
+        size = marlin_workspace_size(num_tokens, out_features, x.shape[-1])
+        workspace = x.new_zeros(size, dtype=torch.float32)
+    _ops.marlin_gemm.default(out, x, weight, scales, zeros, perm, bias, workspace, bits, group_size)
     return out
 
 

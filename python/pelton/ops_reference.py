@@ -21,6 +21,8 @@ __all__ = [
     "gelu_and_mul",
     "greedy_sample",
     "linear",
+    "marlin_gemm",
+    "marlin_repack",
     "pack_linear_weight",
     "pack_quant_weight",
     "paged_attention",
@@ -133,6 +135,67 @@ def linear(
     if bias is not None:
         result = result + bias.to(wide.dtype)
     return _deliver(result, x, out)
+
+
+def marlin_repack(q: Tensor, bits: int, perm: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    if perm is not None:
+        q = q[:, perm.long()]
+    out_features, in_features = q.shape
+    rows, columns = -(-out_features // 64), -(-in_features // 64)
+    padded = q.new_zeros(rows * 64, columns * 64)
+    padded[:out_features, :in_features] = q & ((1 << bits) - 1)
+    # Row of a tile: slab, half (8), group; input: step (16), half (8), pair, element.
+    tiles = padded.view(rows, 4, 2, 8, columns, 4, 2, 4, 2)
+    if bits == 4:
+        nibbles = tiles.permute(0, 4, 1, 3, 7, 5, 8, 6, 2).reshape(rows, columns, -1, 2)
+        packed = nibbles[..., 0] | nibbles[..., 1] << 4
+    else:
+        steps = tiles.unflatten(5, (2, 2))
+        packed = steps.permute(0, 4, 1, 5, 3, 8, 6, 7, 2, 9).reshape(rows, columns, -1)
+    result = packed.contiguous().view(torch.int32)
+    return result if out is None else out.copy_(result)
+
+
+def marlin_unpack(weight: Tensor, bits: int, out_features: int, in_features: int) -> Tensor:
+    """``q`` uint8 [out_features, in_features] of packed ``weight``."""
+    rows, columns = weight.shape[:2]
+    packed = weight.contiguous().view(torch.uint8)
+    if bits == 4:
+        nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).view(rows, columns, 4, 8, 4, 4, 2, 2, 2)
+        tiles = nibbles.permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
+    else:
+        steps = packed.view(rows, columns, 4, 2, 8, 4, 2, 2, 2, 2)
+        tiles = steps.permute(0, 2, 8, 4, 1, 3, 6, 7, 5, 9)
+    return tiles.reshape(rows * 64, columns * 64)[:out_features, :in_features]
+
+
+def marlin_gemm(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    zeros: Tensor | None = None,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Tensor:
+    in_features = x.shape[-1]
+    wide = _wide(x if perm is None else x[..., perm.long()])
+    group = torch.arange(in_features, device=x.device) // (in_features if group_size == -1 else group_size)
+
+    def per_weight(values: Tensor) -> Tensor:  # [out_features, in_features]
+        blocks, groups, _ = values.shape
+        rows = values.view(blocks, groups, 8, 8).permute(0, 3, 2, 1).reshape(-1, groups)
+        return rows[:out_features, group].to(wide.dtype)
+
+    q = marlin_unpack(weight, bits, out_features, in_features).to(wide.dtype)
+    zero = 2 ** (bits - 1) if zeros is None else per_weight(zeros)
+    result = wide @ ((q - zero) * per_weight(scales)).t()
+    return _deliver(result if bias is None else result + bias.to(wide.dtype), x, out)
 
 
 def _quant_lanes() -> int:

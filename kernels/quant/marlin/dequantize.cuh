@@ -1,0 +1,81 @@
+// From the packed words of layout.h to A fragments (q - zero) of m16n8k16, exact in fp16 and bf16: small
+// integers are put into the mantissa of a power of two, which is subtracted together with the zero. Method:
+// Kim et al., "Who Says Elephants Can't Run: Bringing Large Scale MoE Models into Cloud Scale Production",
+// 2022.
+#pragma once
+#include "../../common/gpu.cuh"
+#include "../../common/mma.cuh"
+#include "layout.h"
+
+namespace pelton::gpu::marlin {
+
+using namespace pelton::marlin;
+
+// Two rows' zeros (a lane's rows group and group + 8 of a slab), in the form that `dequantize` takes.
+struct SlabZeros {
+  uint32_t low, high;
+};
+
+// Byte `index` of 8 bytes, in both halves of a word whose other bytes are `prefix`.
+__device__ __forceinline__ uint32_t spread_byte(const uint32_t (&bytes)[2], int index, uint32_t prefix) {
+  const uint32_t at = uint32_t(index % 4);
+  return __byte_perm(bytes[index / 4], prefix, 0x4040u | at | at << 8);
+}
+
+// The zeros of slab `slab` of a tile from those of a lane's 8 rows, 8 bytes.
+template <class T, int Bits>
+__device__ __forceinline__ SlabZeros slab_zeros(const uint32_t (&zeros)[2], int slab) {
+  if constexpr (Bits == 8 && T::is_bf16) {  // as floats, 2^23 + zero
+    const auto at = [&](int i) {
+      return __byte_perm(zeros[(2 * slab + i) / 4], 0x4b000000u, 0x7650u | uint32_t((2 * slab + i) % 4));
+    };
+    return {at(0), at(1)};
+  } else if constexpr (T::is_bf16) {  // -(128 + zero)
+    return {spread_byte(zeros, 2 * slab, 0xc3c3c3c3u), spread_byte(zeros, 2 * slab + 1, 0xc3c3c3c3u)};
+  } else if constexpr (Bits == 8) {  // -(1024 + zero)
+    return {spread_byte(zeros, 2 * slab, 0xe4e4e4e4u), spread_byte(zeros, 2 * slab + 1, 0xe4e4e4e4u)};
+  } else {  // -(1024 + zero) for even registers, -(64 + zero) for odd ones
+    const uint32_t shifted[2] = {zeros[0] << 4, zeros[1] << 4};
+    return {spread_byte(zeros, 2 * slab, 0xe4e4e4e4u), spread_byte(shifted, 2 * slab + 1, 0xd4d4d4d4u)};
+  }
+}
+
+// The A fragment of 16 inputs: step `step` (0 to 3) of a lane's part of a slab, which is Bits / 4 times 4
+// words.
+template <class T, int Bits>
+__device__ __forceinline__ void dequantize(uint32_t (&a)[4], const Vector<uint32_t, 4> (&words)[Bits / 4],
+                                           int step, SlabZeros zeros) {
+  if constexpr (Bits == 4) {
+    const uint32_t w = words[0][step];
+    if constexpr (T::is_bf16) {
+      constexpr uint32_t kMask = 0x000f000fu, k128 = 0x43004300u;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] = add2<T>((w >> (4 * i) & kMask) | k128, i % 2 == 0 ? zeros.low : zeros.high);
+      }
+    } else {
+      constexpr uint32_t kEven = 0x000f000fu, kOdd = 0x00f000f0u, k1024 = 0x64006400u;
+      constexpr uint32_t kSixteenth = 0x2c002c00u;
+      const uint32_t upper = w >> 8;
+      a[0] = add2<T>((w & kEven) | k1024, zeros.low);
+      a[1] = multiply_add2<T>((w & kOdd) | k1024, kSixteenth, zeros.high);
+      a[2] = add2<T>((upper & kEven) | k1024, zeros.low);
+      a[3] = multiply_add2<T>((upper & kOdd) | k1024, kSixteenth, zeros.high);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t w = words[step / 2][step % 2 * 2 + i / 2], zero = i % 2 == 0 ? zeros.low : zeros.high;
+      if constexpr (T::is_bf16) {
+        const uint32_t at = uint32_t(i % 2 * 2);
+        const float z = __uint_as_float(zero);
+        a[i] = pack2<T>(__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650u | at)) - z,
+                        __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650u | (at + 1))) - z);
+      } else {
+        a[i] = add2<T>(__byte_perm(w, 0x64646464u, i % 2 == 0 ? 0x4140u : 0x4342u), zero);
+      }
+    }
+  }
+}
+
+}  // namespace pelton::gpu::marlin

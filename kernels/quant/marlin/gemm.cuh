@@ -1,0 +1,453 @@
+// Products with weights of 4 or 8 bits by matrix instructions of sm_80: out^T = W x^T, weights as A operand.
+// Tiles of outputs x 64 inputs stand on one line, inputs fastest, which is cut into equal parts, one a block;
+// a block's groups of warps take its tiles in turn, each through an asynchronous pipeline of its own. A tile
+// of outputs that was cut leaves partial sums in the workspace; the last of its blocks to come puts them
+// together, always in one order. Methods: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel
+// Inference", 2024; the line of work: Osama et al., "Stream-K", 2023.
+#pragma once
+#include "../../common/dependent.cuh"
+#include "../../common/gpu.cuh"
+#include "../../common/mma.cuh"
+#include "dequantize.cuh"
+#include "marlin.h"
+
+namespace pelton::gpu::marlin {
+
+constexpr int kMaxStages = 8;
+
+// What a launch decides beside the arguments.
+struct GemmPlan {
+  int row_tiles, input_tiles, token_tiles;  // the line: row_tiles x token_tiles x input_tiles
+  int splits, stages;                       // groups of warps a block, tiles under way of each
+  int group_shift;                          // log2 of group_size, -1 when it is no power of two
+  bool paired;                              // outputs may be written two at a time
+};
+
+// RowWarps warps have WarpSlabs slabs (of 16 outputs) each, for 8 TokenBlocks tokens; MaxSplits such groups.
+template <class T_, int Bits_, int WarpSlabs_, int RowWarps_, int TokenBlocks_, int MaxSplits_>
+struct GemmShape {
+  using T = T_;
+  static constexpr int kBits = Bits_, kWarpSlabs = WarpSlabs_, kRowWarps = RowWarps_,
+                       kTokenBlocks = TokenBlocks_, kMaxSplits = MaxSplits_;
+  static constexpr int kRows = kSlab * kWarpSlabs * kRowWarps, kTokens = 8 * kTokenBlocks;
+  static constexpr int kTiles = kRows / kTile;  // of weights
+  static constexpr int kGroupThreads = kWarp * kRowWarps, kMaxThreads = kGroupThreads * kMaxSplits;
+  // A stage: weights, tokens (64 inputs each), scales and zeros of up to two groups of inputs.
+  static constexpr int kTileBytes = tile_bytes(kBits), kSlabBytes = slab_bytes(kBits);
+  static constexpr int kTokensAt = kTiles * kTileBytes, kScalesAt = kTokensAt + kTokens * kTile * 2;
+  static constexpr int kZerosAt = kScalesAt + 2 * kTiles * kTile * 2;
+  static constexpr int kStageBytes = kZerosAt + 2 * kTiles * kTile;
+  static constexpr int kFragments = kWarpSlabs * kRowWarps * kTokenBlocks;
+  static constexpr int kSlotFloats = kFragments * kWarp * 4;
+  static_assert(kRows % kTile == 0 && kTokens * 8 % kGroupThreads == 0);
+};
+
+// The line cut into parts, the first of which are one longer when it does not divide.
+struct Cutting {
+  int each, longer;
+
+  __device__ Cutting(int total, int parts) : each(total / parts), longer(total % parts) {}
+  __device__ int first(int part) const { return part * each + min(part, longer); }
+  __device__ int part_of(int tile) const {
+    const int in_longer = longer * (each + 1);
+    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
+  }
+};
+
+// A block's tiles [first, end) of the line that have the same outputs and tokens; `start`: where these begin.
+struct Piece {
+  int first, end, start, row_tile, token_tile;
+
+  __device__ __forceinline__ void open(const GemmPlan& plan, int line, int last) {
+    const int column = line / plan.input_tiles;
+    first = line;
+    start = column * plan.input_tiles;
+    end = min(start + plan.input_tiles, last);
+    row_tile = column / plan.token_tiles;
+    token_tile = column - row_tile * plan.token_tiles;
+  }
+};
+
+// The copies of one group of warps, `stages` tiles ahead of their use.
+template <class S>
+struct Loader {
+  const MarlinGemmArgs& a;
+  const GemmPlan& plan;
+  unsigned char* ring;
+  int thread, split;  // of the group's threads; the group
+  int last;           // end of the block's part
+  Piece piece;
+  int line;  // of the block's next tiles, one a group
+  int stage = 0;
+
+  __device__ __forceinline__ int group_of(int input) const {
+    return plan.group_shift >= 0 ? input >> plan.group_shift : input / a.group_size;
+  }
+
+  // Starts the copies of the next tile; also without one a group of copies is closed, so that all count
+  // alike.
+  __device__ __forceinline__ void next(bool by_half) {
+    if (line >= piece.end && line < last) {
+      piece.open(plan, line, last);
+    }
+    if (line < last) {
+      const int tile = line + split;
+      if (tile < piece.end) copy(tile - piece.start, by_half);
+      line = min(line + plan.splits, piece.end);
+    }
+    stage = stage + 1 == plan.stages ? 0 : stage + 1;
+    copy_async_commit();
+  }
+
+  __device__ __forceinline__ void copy(int input_tile, bool by_half) const {
+    using T = typename S::T;
+    unsigned char* const to = ring + stage * S::kStageBytes;
+    const SharedAddress shared = shared_address(to);
+    const int first_tile = piece.row_tile * S::kTiles, tiles_here = int(tiles(a.n)) - first_tile;
+    const auto* const weight = static_cast<const unsigned char*>(a.weight);
+    constexpr int kWeightPieces = S::kTileBytes / 16;
+#pragma unroll
+    for (int i = 0; i < S::kTiles * kWeightPieces; i += S::kGroupThreads) {
+      const int p = i + thread;
+      const int tile = p / kWeightPieces;
+      const bool valid = tile < tiles_here;
+      const int64_t at =
+          (int64_t(first_tile + (valid ? tile : 0)) * plan.input_tiles + input_tile) * S::kTileBytes +
+          p % kWeightPieces * 16;
+      copy_async16(shared + p * 16, weight + at, valid);
+    }
+    const int first_group = group_of(input_tile * kTile);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1 && !by_half) break;
+      const int group =
+          half == 0 ? first_group : min(group_of(input_tile * kTile + kTile / 2), int(a.groups) - 1);
+      const auto offset = [&](int tile) { return (int64_t(first_tile + tile) * a.groups + group) * kTile; };
+      constexpr int kScalePieces = kTile * 2 / 16, kZeroPieces = kTile / 16;
+      for (int p = thread; p < S::kTiles * kScalePieces; p += S::kGroupThreads) {
+        const bool valid = p / kScalePieces < tiles_here;
+        const T* const from = static_cast<const T*>(a.scales) + offset(valid ? p / kScalePieces : 0);
+        copy_async16(shared + S::kScalesAt + (half * S::kTiles * kScalePieces + p) * 16,
+                     from + p % kScalePieces * 8, valid);
+      }
+      if (a.zeros == nullptr) continue;
+      for (int p = thread; p < S::kTiles * kZeroPieces; p += S::kGroupThreads) {
+        const bool valid = p / kZeroPieces < tiles_here;
+        const uint8_t* const from = a.zeros + offset(valid ? p / kZeroPieces : 0);
+        copy_async16(shared + S::kZerosAt + (half * S::kTiles * kZeroPieces + p) * 16,
+                     from + p % kZeroPieces * 16, valid);
+      }
+    }
+    const T* const x = static_cast<const T*>(a.x);
+#pragma unroll
+    for (int i = 0; i < S::kTokens * 8; i += S::kGroupThreads) {
+      const int p = i + thread;
+      const int row = p / 8, token = piece.token_tile * S::kTokens + row,
+                input = input_tile * kTile + p % 8 * 8;
+      const bool valid = token < a.m && input < a.k;
+      copy_async16(shared + S::kTokensAt + row * (kTile * 2) + (p % 8 ^ (row & 7)) * 16,
+                   valid ? x + token * a.x_stride + input : x, valid);
+    }
+  }
+};
+
+// Adds the products of a tile. Those of one group of inputs are summed apart, because their scale comes last.
+template <class S, bool ByHalf>
+__device__ __forceinline__ void multiply_tile(float (&sums)[S::kWarpSlabs][S::kTokenBlocks][4],
+                                              const unsigned char* stage, int row_warp, bool with_zeros,
+                                              int lane) {
+  using T = typename S::T;
+  uint32_t b[S::kTokenBlocks][kSteps][2];
+  const SharedAddress tokens = shared_address(stage + S::kTokensAt) + lane % 8 * (kTile * 2);
+#pragma unroll
+  for (int n = 0; n < S::kTokenBlocks; ++n) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+      uint32_t r[4];
+      load_matrix_x4<false>(r, tokens + n * (8 * kTile * 2) + (((2 * step + lane / 8) ^ lane % 8) * 16));
+      b[n][step][0] = r[0], b[n][step][1] = r[1], b[n][step + 1][0] = r[2], b[n][step + 1][1] = r[3];
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < S::kWarpSlabs; ++s) {
+    const int slab_of_all = row_warp * S::kWarpSlabs + s, tile = slab_of_all / kSlabs,
+              slab = slab_of_all % kSlabs;
+    Vector<uint32_t, 4> words[S::kBits / 4];
+#pragma unroll
+    for (int i = 0; i < S::kBits / 4; ++i) {
+      words[i] = load_vector<uint32_t>(reinterpret_cast<const uint32_t*>(
+          stage + tile * S::kTileBytes + slab * S::kSlabBytes + (i * kWarp + lane) * 16));
+    }
+    float part[S::kTokenBlocks][4] = {};
+    SlabZeros slab_zero{};
+    float scale[2] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == 0 || (ByHalf && step == kSteps / 2)) {
+        const int half = step / (kSteps / 2), at = (half * S::kTiles + tile) * kTile + lane / 4 * 8;
+        uint32_t zeros[2];
+        zeros[0] = zeros[1] = S::kBits == 4 ? 0x08080808u : 0x80808080u;
+        if (with_zeros) {
+          const auto z =
+              load_vector<uint32_t, 2>(reinterpret_cast<const uint32_t*>(stage + S::kZerosAt + at));
+          zeros[0] = z[0], zeros[1] = z[1];
+        }
+        slab_zero = slab_zeros<T, S::kBits>(zeros, slab);
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage + S::kScalesAt + (at + 2 * slab) * 2);
+        scale[0] = to_float(T{uint16_t(pair)});
+        scale[1] = to_float(T{uint16_t(pair >> 16)});
+      }
+      uint32_t a[4];
+      dequantize<T, S::kBits>(a, words, step, slab_zero);
+#pragma unroll
+      for (int n = 0; n < S::kTokenBlocks; ++n) mma_m16n8k16<T>(part[n], a, b[n][step]);
+      if (step == kSteps - 1 || (ByHalf && step == kSteps / 2 - 1)) {
+#pragma unroll
+        for (int n = 0; n < S::kTokenBlocks; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sums[s][n][i] = fmaf(part[n][i], scale[i / 2], sums[s][n][i]);
+            part[n][i] = 0;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Writes a fragment of sums: outputs first_row ... + 15 of tokens first_token ... + 7.
+template <class T>
+__device__ __forceinline__ void write_outputs(const MarlinGemmArgs& a, const GemmPlan& plan,
+                                              Vector<float, 4> d, int first_row, int first_token, int lane) {
+  if (a.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + lane / 4 + 8 * i;
+      const float bias = row < a.n ? to_float(static_cast<const T*>(a.bias)[row]) : 0;
+      d[2 * i] += bias;
+      d[2 * i + 1] += bias;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t pair = transpose_matrix(pack2<T>(d[2 * i], d[2 * i + 1]));
+    const int token = first_token + lane / 4, row = first_row + 8 * i + 2 * (lane % 4);
+    if (token >= a.m || row >= a.n) continue;
+    T* const out = static_cast<T*>(a.out) + token * a.out_stride + row;
+    if (plan.paired) {
+      *reinterpret_cast<uint32_t*>(out) = pair;
+    } else {
+      out[0] = T{uint16_t(pair)};
+      if (row + 1 < a.n) out[1] = T{uint16_t(pair >> 16)};
+    }
+  }
+}
+
+// The oldest copies of a group of warps are there: at most stages - 2 later ones are not.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  switch (stages) {
+    case 2:
+      return copy_async_wait<0>();
+    case 3:
+      return copy_async_wait<1>();
+    case 4:
+      return copy_async_wait<2>();
+    case 5:
+      return copy_async_wait<3>();
+    case 6:
+      return copy_async_wait<4>();
+    case 7:
+      return copy_async_wait<5>();
+    default:
+      return copy_async_wait<6>();
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::kMaxThreads)
+    gemm_kernel(const __grid_constant__ MarlinGemmArgs a, const __grid_constant__ GemmPlan plan) {
+  using T = typename S::T;
+  const int lane = threadIdx.x % kWarp, warp = shuffle(int(threadIdx.x / kWarp), 0);
+  const int split = warp / S::kRowWarps, row_warp = warp % S::kRowWarps;
+  const int warps = S::kRowWarps * plan.splits;
+  // What the groups exchange, then each one's stages.
+  float* const exchange = dynamic_shared<float>();
+  unsigned char* const ring = reinterpret_cast<unsigned char*>(exchange + plan.splits * S::kSlotFloats) +
+                              split * plan.stages * S::kStageBytes;
+  uint32_t* const counters = reinterpret_cast<uint32_t*>(a.workspace);
+  float* const slots = a.workspace + kMarlinCounters;
+  __shared__ bool came_last;
+
+  const bool by_half = a.group_size % kTile != 0;
+  const Cutting cutting(plan.row_tiles * plan.token_tiles * plan.input_tiles, int(gridDim.x));
+  const int first = cutting.first(blockIdx.x), last = cutting.first(blockIdx.x + 1);
+  Piece piece;
+  piece.open(plan, first, last);
+  Loader<S> loader{.a = a,
+                   .plan = plan,
+                   .ring = ring,
+                   .thread = int(threadIdx.x) - split * S::kGroupThreads,
+                   .split = split,
+                   .last = last,
+                   .piece = piece,
+                   .line = first};
+#pragma unroll 1
+  for (int i = 0; i < plan.stages - 1; ++i) loader.next(by_half);
+
+  const auto sync_group = [] {
+    if constexpr (S::kRowWarps == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  };
+  int stage = 0;
+  for (;;) {
+    float sums[S::kWarpSlabs][S::kTokenBlocks][4] = {};
+#pragma unroll 1
+    for (int line = piece.first; line < piece.end; line += plan.splits) {
+      wait_for_stage(plan.stages);
+      sync_group();  // all see the stage, and are done with the one before it
+      loader.next(by_half);
+      const unsigned char* const at = ring + stage * S::kStageBytes;
+      if (line + split < piece.end) {
+        if (by_half) {
+          multiply_tile<S, true>(sums, at, row_warp, a.zeros != nullptr, lane);
+        } else {
+          multiply_tile<S, false>(sums, at, row_warp, a.zeros != nullptr, lane);
+        }
+      }
+      stage = stage + 1 == plan.stages ? 0 : stage + 1;
+    }
+
+    __syncthreads();  // the exchange of the last piece has been read
+#pragma unroll
+    for (int s = 0; s < S::kWarpSlabs; ++s) {
+#pragma unroll
+      for (int n = 0; n < S::kTokenBlocks; ++n) {
+        const int fragment = (row_warp * S::kWarpSlabs + s) * S::kTokenBlocks + n;
+        store_vector(exchange + ((split * S::kFragments + fragment) * kWarp + lane) * 4,
+                     Vector<float, 4>{sums[s][n][0], sums[s][n][1], sums[s][n][2], sums[s][n][3]});
+      }
+    }
+    __syncthreads();
+    const bool begins = piece.first == piece.start, ends = piece.end == piece.start + plan.input_tiles;
+    const int first_row = piece.row_tile * S::kRows, first_token = piece.token_tile * S::kTokens;
+    const auto put_together = [&](const float* from, int64_t stride, int count, int fragment) {
+      Vector<float, 4> sum = load_vector<float>(from + (fragment * kWarp + lane) * 4);
+#pragma unroll 1
+      for (int i = 1; i < count; ++i) {
+        const auto part = load_vector<float>(from + i * stride + (fragment * kWarp + lane) * 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] += part[e];
+      }
+      return sum;
+    };
+    const auto write = [&](Vector<float, 4> sum, int fragment) {
+      write_outputs<T>(a, plan, sum, first_row + fragment / S::kTokenBlocks * kSlab,
+                       first_token + fragment % S::kTokenBlocks * 8, lane);
+    };
+    float* const slot = slots + (2 * int64_t(blockIdx.x) + (begins ? 1 : 0)) * S::kSlotFloats;
+#pragma unroll 1
+    for (int fragment = warp; fragment < S::kFragments; fragment += warps) {
+      const auto sum = put_together(exchange, S::kSlotFloats, plan.splits, fragment);
+      if (begins && ends) {
+        write(sum, fragment);
+      } else {
+        store_vector(slot + (fragment * kWarp + lane) * 4, sum);
+      }
+    }
+    if (!begins || !ends) {
+      // The blocks of these outputs: their slots are the second of the first block, then the others' first.
+      const int from = cutting.part_of(piece.start);
+      const int pieces = cutting.part_of(piece.start + plan.input_tiles - 1) - from + 1;
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        came_last = atomicAdd(&counters[from], 1u) == uint32_t(pieces - 1);
+        if (came_last) counters[from] = 0;
+      }
+      __syncthreads();
+      if (came_last) {
+        __threadfence();
+        const float* const of_first = slots + (2 * int64_t(from) + 1) * S::kSlotFloats;
+#pragma unroll 1
+        for (int fragment = warp; fragment < S::kFragments; fragment += warps) {
+          Vector<float, 4> sum = load_vector<float>(of_first + (fragment * kWarp + lane) * 4);
+          if (pieces > 1) {
+            const auto rest =
+                put_together(of_first + S::kSlotFloats, 2 * S::kSlotFloats, pieces - 1, fragment);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += rest[e];
+          }
+          write(sum, fragment);
+        }
+      }
+    }
+    if (piece.end >= last) break;
+    piece.open(plan, piece.end, last);
+  }
+  copy_async_wait<0>();
+}
+
+// Blocks of a launch: one a multiprocessor, but none with fewer tiles than groups of warps.
+inline int64_t gemm_blocks(int64_t line, int splits) {
+  const int64_t most = std::min<int64_t>(device_properties().multiprocessors, kMarlinCounters);
+  return std::max<int64_t>(1, std::min(most, ceil_div<int64_t>(line, splits)));
+}
+
+template <class S>
+int64_t gemm_workspace(int64_t m, int64_t n, int64_t k) {
+  const int64_t line = ceil_div<int64_t>(n, S::kRows) * ceil_div<int64_t>(m, S::kTokens) * tiles(k);
+  return kMarlinCounters + 2 * gemm_blocks(line, 1) * S::kSlotFloats;
+}
+
+template <class S>
+int start_gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
+  const DeviceProperties& device = device_properties();
+  const int64_t row_tiles = ceil_div<int64_t>(a.n, S::kRows),
+                token_tiles = ceil_div<int64_t>(a.m, S::kTokens);
+  const int64_t line = row_tiles * token_tiles * tiles(a.k);
+  if (line > kMaxBlocks || a.n > kMaxBlocks) return int(cudaErrorInvalidValue);
+  // As many groups of warps as there is shared memory for three stages each.
+  constexpr int kStaticBytes = 1024, kWantedStages = 3;
+  const int room = device.shared_memory_per_block - kStaticBytes;
+  const auto split_bytes = [](int stages) { return S::kSlotFloats * 4 + stages * S::kStageBytes; };
+  const int splits = std::max(1, std::min(S::kMaxSplits, room / split_bytes(kWantedStages)));
+  const int stages = std::min(kMaxStages, (room / splits - S::kSlotFloats * 4) / S::kStageBytes);
+  if (stages < 2) return int(cudaErrorInvalidConfiguration);
+  const int shared = splits * split_bytes(stages);
+  const bool power_of_two = (a.group_size & (a.group_size - 1)) == 0;
+  int shift = 0;
+  while (shift < 30 && 1 << shift < a.group_size) ++shift;
+  const GemmPlan plan{.row_tiles = int(row_tiles),
+                      .input_tiles = int(tiles(a.k)),
+                      .token_tiles = int(token_tiles),
+                      .splits = splits,
+                      .stages = stages,
+                      .group_shift = a.groups == 1  ? 30
+                                     : power_of_two ? shift
+                                                    : -1,
+                      .paired = access_bytes({address(a.out), a.n * 2, a.out_stride * 2}) >= 4};
+  if (const int error = allow_shared_memory(gemm_kernel<S>, shared)) return error;
+  gemm_kernel<S><<<unsigned(gemm_blocks(line, splits)), S::kGroupThreads * splits, shared, stream>>>(a, plan);
+  return launch_result();
+}
+
+// The shapes, by the number of tokens. The last one needs more shared memory than some devices have.
+template <class T, int Bits, class F>
+auto with_shape(int64_t m, F&& f) {
+  constexpr int kRoom = 128 * 1024;
+  if (m <= 8) return f(GemmShape<T, Bits, 4, 1, 1, 8>{});
+  if (m <= 16) return f(GemmShape<T, Bits, 4, 1, 2, 8>{});
+  if (m <= 32 || device_properties().shared_memory_per_block < kRoom)
+    return f(GemmShape<T, Bits, 2, 4, 4, 2>{});
+  return f(GemmShape<T, Bits, 2, 8, 8, 1>{});
+}
+
+template <class T, int Bits>
+int gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
+  return with_shape<T, Bits>(a.m, [&](auto shape) { return start_gemm<decltype(shape)>(a, stream); });
+}
+
+}  // namespace pelton::gpu::marlin

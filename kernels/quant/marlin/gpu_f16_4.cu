@@ -1,0 +1,8 @@
+// Products with weights of 4 bits, f16. gemm.cuh has the kernel.
+#include "gemm.cuh"
+
+namespace pelton::gpu::marlin {
+
+int gemm_f16_4(const MarlinGemmArgs& a, cudaStream_t stream) { return gemm<f16, 4>(a, stream); }
+
+}  // namespace pelton::gpu::marlin
