@@ -36,6 +36,7 @@ from pelton_build.errors import BuildError  # noqa: E402
 from pelton_build.plan import Plan  # noqa: E402
 from pelton_build.planning import make_plan, project_version, settings_of  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
+from pelton_build.project import load_project  # noqa: E402
 from pelton_build.serve import serving  # noqa: E402
 
 # File names are UTF-8, whatever the locale says: without it Python refuses some folders in an ASCII locale.
@@ -95,7 +96,7 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
         plan = refuse_problems(make_plan(ROOT, settings))
     except BuildError as error:  # before anything is installed
         session.error(str(error))
-    wheel = ROOT / "dist" / name / plan.wheel_name
+    wheel = place_of_wheel(plan)
     install_for_build(session, plan)
     made = ROOT / "build" / name / "made"
     shutil.rmtree(made, ignore_errors=True)
@@ -119,6 +120,16 @@ def build(session: nox.Session, name: str, switches: Sequence[str] = ()) -> None
             old.unlink()
     (made / wheel.name).replace(wheel)
     session.log(f"made {wheel.relative_to(ROOT)} ({wheel.stat().st_size} bytes)")
+
+
+def place_of_wheel(plan: Plan) -> Path:
+    """Where a plan's wheel goes. The baseline's without label has a folder of its own; of any other profile it is but
+    what a variant wheel is made from, and has the same name, so that it stays in the build folder."""
+    if plan.label:
+        return ROOT / "dist" / plan.profile / plan.wheel_name
+    if plan.profile == load_project(ROOT).baseline_profile:
+        return ROOT / "dist" / "simple" / plan.wheel_name
+    return ROOT / "build" / plan.profile / "plain" / plan.wheel_name
 
 
 def install_for_build(session: nox.Session, plan: Plan) -> None:
@@ -227,6 +238,24 @@ def audit(session: nox.Session) -> None:
     if not wheels and not session.posargs:
         session.error("there is no wheel in dist/; build one first: nox -s build-<profile>")
     session.run("python", "-m", "pelton_build", "audit", *session.posargs, *wheels, env=LIBRARIES)
+
+
+@nox.session(tags=["wheels"])
+def reproduce(session: nox.Session) -> None:
+    """Build wheels a second time, elsewhere and as somebody else, and compare the bytes: -- [PROFILE...]."""
+    try:
+        names = session.posargs or [load_project(ROOT).baseline_profile]
+        plans = {name: refuse_problems(make_plan(ROOT, {"profile": name})) for name in names}
+    except BuildError as error:  # before anything is built
+        session.error(str(error))
+    for plan in plans.values():
+        reproduced(session, plan, fresh_wheel(session, plan))
+
+
+def reproduced(session: nox.Session, plan: Plan, wheel: Path) -> None:
+    """Stop unless a second build makes the same bytes."""
+    install_for_build(session, plan)
+    session.run("python", "-m", "pelton_build", "reproduce", str(wheel), env=LIBRARIES)
 
 
 @nox.session(tags=["wheels"])

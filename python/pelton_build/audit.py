@@ -206,9 +206,17 @@ def check_name(wheel: OpenedWheel) -> Iterator[Finding]:
     if wheel.dist_info != f"{stem}.dist-info":
         yield finding(wheel.dist_info, wheel.dist_info, f"{stem}.dist-info")
     local = version.local or ""
-    if local != claims.label and not local.startswith(f"{claims.label}."):
+    # Behind the label, or instead of one, stands what the version of the source has there.
+    own = r"g[0-9a-f]+(\.dirty)?|dirty"
+    if claims.label:
+        agrees = local == claims.label or local.startswith(f"{claims.label}.")
+    else:
+        agrees = not local or re.fullmatch(own, local) is not None
+    if not agrees:
         yield finding(
-            wheel.path.name, f"label {local or '(none)'}", f"label {claims.label}, as in the build info"
+            wheel.path.name,
+            f"label {local or '(none)'}",
+            f"label {claims.label or '(none)'}, as in the build info",
         )
     in_name = {str(tag) for tag in tags}
     in_wheel = {str(tag) for tag in wheel.wheel.get_all("Tag", [])}

@@ -93,6 +93,7 @@ class Request:
                     features={name: _known(_setting(entry)) for name, entry in choices["features"].items()},
                     jobs=_setting(choices["jobs"]),
                     torch_dir=_setting(choices["torch_dir"]),
+                    label=_setting(choices["label"]),
                     notes=tuple(choices["notes"]),
                 ),
                 version=SourceVersion(**{**data["version"], "warnings": tuple(data["version"]["warnings"])}),

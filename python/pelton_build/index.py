@@ -5,7 +5,8 @@ Layout below the output folder; every link is relative, so the folder works on a
     wheels/<hash>/<wheel>, <wheel>.metadata            each wheel once, with its METADATA beside it (PEP 658, 714)
     p/<profile>/simple/<project>/index.html, .json     one index for each profile (PEP 503, 691, 700)
     p/<profile>.<features>/simple/...                  a wheel built with another feature set has an index of its own
-    simple/...                                         the baseline profile's wheels, for a machine nothing is known of
+    simple/...                                         the baseline profile's wheels without label, for a machine
+                                                       nothing is known of
     index.html                                         helps a person to choose (front_page)
 
 Installers take the highest local version label, so one index never holds two labels of one version.  Nothing is
@@ -66,7 +67,7 @@ class WheelEntry:
     project: str  # normalized name
     version: str  # with the label
     profile: str
-    place: str  # the index it is on: the profile, and what its feature set adds to the label
+    place: str  # the index it is on: the profile, and what its feature set adds to the label; "" for simple/
     sha256: str
     size: int  # bytes
     upload_time: str  # UTC, ISO 8601: when the file was written
@@ -147,10 +148,13 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
 
 
 def place_of(profile: str, label: str, features: Iterable[str]) -> str:
-    """The index that a wheel is on: ``cpu-avx2``, or ``cpu-avx2.fastmath`` when its features differ from the profile's.
+    """The index that a wheel is on: ``cpu-avx2``, or ``cpu-avx2.fastmath`` when its features differ from the profile's;
+    "" stands for ``simple/``, where the wheels without label are.
 
     The last segments of a label name the features that were changed (``fastmath`` on, ``nomarlin`` off).
     """
+    if not label:
+        return ""
     marks = {re.sub(r"[^a-z0-9]", "", feature.lower()) for feature in features}
     marks |= {f"no{mark}" for mark in marks}
     segments = label.split(".")
@@ -181,9 +185,15 @@ def plan_pages(entries: Iterable[WheelEntry], baseline: str) -> dict[str, tuple[
 
     pages: dict[str, list[WheelEntry]] = {}
     for entry in entries:
-        pages.setdefault(f"p/{entry.place}/simple", []).append(entry)
-        if entry.place == baseline:
+        if entry.place:
+            pages.setdefault(f"p/{entry.place}/simple", []).append(entry)
+        elif entry.profile == baseline:
             pages.setdefault("simple", []).append(entry)
+        else:
+            raise IndexBuildError(
+                f"{entry.file_name}: a wheel of profile {entry.profile} without label; on simple/ it would go to every "
+                f"machine, and only those of the baseline profile {baseline} may; build it with its label"
+            )
     for page, held in pages.items():
         by_version: dict[tuple[str, str], WheelEntry] = {}
         for entry in held:
@@ -493,7 +503,10 @@ def _build_index(
         writer.data(STATE, _state_bytes(new_state))
     notes = []
     if "simple" not in plan:
-        notes.append(f"no wheel of the baseline profile {baseline}, so there is no simple/")
+        notes.append(
+            f"no wheel of the baseline profile {baseline} without label, so there is no simple/; build it with "
+            f"nox -s build-{baseline} -- -C label=off"
+        )
     return IndexReport(
         out=out,
         wheels=tuple(entries.values()),

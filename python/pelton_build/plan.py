@@ -311,6 +311,10 @@ class Plan:
             "local_memory": [dataclasses.asdict(allowance) for allowance in self.local_memory],
             "matrix": {family: list(archs) for family, archs in self.matrix.items()},
             "run_time": list(self.run_time),
+            "variant": {
+                space: {key: list(values) for key, values in keys.items()}
+                for space, keys in self.variant.items()
+            },
             "excluded": [dataclasses.asdict(source) for source in self.excluded],
             "tools": {tool.kind: f"{tool.name} {tool.version}" for tool in self.tools},
             "torch_headers": self.torch.version,

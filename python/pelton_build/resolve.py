@@ -86,6 +86,9 @@ def resolve(
     settings.append(Setting("jobs", str(jobs.count), choices.jobs.origin if choices.jobs else "calculated"))
     settings.append(Setting("torch-dir", torch.path or torch.requirement, torch.origin))
     label = _label(profile, tools) + feature_label(features)
+    if choices.label is not None:
+        settings.append(choices.label)
+        label = _without_label(label, choices.label, features)
     glibc = profile.wheel.glibc
     driver, ptx_driver = _drivers(profile, tools)
     return Plan(
@@ -541,6 +544,21 @@ def _fitting(toolchain: Toolchain, role: Role) -> tuple[int, str]:
         f"({toolchain.memory_origin}) / {Size(per_job).human()} for each {role} source = {fits}) = {count}"
         + (", at least one" if fits < 1 else "")
     )
+
+
+def _without_label(label: str, choice: Setting, features: tuple[Feature, ...]) -> str:
+    """The label, or none where that was chosen. Raises ChoiceError when only the label would tell two wheels apart."""
+    if choice.value == "on":
+        return label
+    changed = [
+        f"{feature.name}={'on' if feature.enabled else 'off'}" for feature in features if feature.changed
+    ]
+    if changed:
+        raise ChoiceError(
+            f"{choice.origin}off: the features differ from the profile's ({', '.join(changed)}), and without a label "
+            "nobody could tell this wheel from the profile's own; leave one of the two out"
+        )
+    return ""
 
 
 def _label(profile: Profile, tools: list[Tool]) -> str:

@@ -10,6 +10,7 @@ is a name that nobody reads. An empty variable counts as unset; blanks around a 
 | | `PELTON_TARGET_DEVICE` = cpu, cuda or rocm | the backend that the profile is sought for |
 | `-C feature.NAME=on` or `off` | the variable that the kernel table names | a feature |
 | `-C jobs=N` | `MAX_JOBS` | compiler processes at once |
+| `-C label=off` | | a wheel without version label, for a public registry |
 | | `PELTON_TORCH_DIR` | the folder of a torch package to take the headers from |
 | | `PELTON_VERSION` | the project's version |
 """
@@ -145,6 +146,8 @@ class Choices:
     """Value `on` or `off` by feature name."""
     jobs: Setting | None = None
     torch_dir: Setting | None = None
+    label: Setting | None = None
+    """Value `on` or `off`: whether the wheel's version has the profile's label."""
     notes: tuple[str, ...] = ()
     """Variables that are set and not used, one line each."""
 
@@ -186,7 +189,7 @@ def pass_through(config_settings: ConfigSettings | None) -> dict[str, object]:
     return {
         key: value
         for key, value in (config_settings or {}).items()
-        if key not in ("profile", "jobs") and not key.startswith("feature.")
+        if key not in ("profile", "jobs", "label") and not key.startswith("feature.")
     }
 
 
@@ -225,7 +228,8 @@ def read_choices(
             features[name] = state
     jobs = _merge("jobs", _jobs(_one(given, "jobs", option)), _jobs(_from(env, JOBS)), [])
     torch_dir = _merge("torch-dir", None, _from(env, TORCH_DIR), [])
-    return Choices(profile, device, features, jobs, torch_dir, _unused(env))
+    label = _merge("label", _switch(_one(given, "label", option)), None, [])
+    return Choices(profile, device, features, jobs, torch_dir, label, _unused(env))
 
 
 def _command_line(
@@ -233,7 +237,7 @@ def _command_line(
 ) -> Mapping[str, tuple[str, ...]]:
     """Values of our own keys, blanks and repetitions apart. Raises ChoiceError for a key that nobody
     reads."""
-    ours = ["profile", "jobs", *(f"feature.{name}" for name in table.features)]
+    ours = ["profile", "jobs", "label", *(f"feature.{name}" for name in table.features)]
     given: dict[str, tuple[str, ...]] = {}
     for key, value in config_settings.items():
         if key in ours:

@@ -240,6 +240,8 @@ def check_requirement(text: str) -> str:
 
 def join_label(version: str, label: str) -> str:
     """The version with the label in its one local part: `0.1.0` → `0.1.0+cpu.avx2`, `0.1.1.dev2+dirty` →
-    `0.1.1.dev2+cpu.avx2.dirty`."""
+    `0.1.1.dev2+cpu.avx2.dirty`; without a label the version itself."""
+    if not label:
+        return version
     public, _, local = version.partition("+")
     return f"{public}+{label}.{local}" if local else f"{public}+{label}"

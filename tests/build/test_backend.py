@@ -114,13 +114,14 @@ def metadata(tmp_path: Path, state: str, settings: dict[str, object], **environ:
         ({"profile": "cpu-avx2"}, {"PELTON_ENABLE_MARLIN": ""}, "cpu.avx2"),
         ({"profile": "cpu-avx2", "cmake.build-type": "RelWithDebInfo"}, {}, "cpu.avx2"),
         ({}, {"PELTON_PROFILE": " cpu-avx512"}, "cpu.avx512"),
+        ({"profile": "cpu-avx2", "label": "off"}, {}, ""),
     ],
 )
 def test_the_label_follows_the_profile(
     tmp_path: Path, settings: dict[str, object], environ: dict[str, str], label: str
 ) -> None:
     version, wheel, _ = metadata(tmp_path, "wheel", settings, PELTON_VERSION="0.3.0", **environ)
-    assert version == f"0.3.0+{label}"
+    assert version == (f"0.3.0+{label}" if label else "0.3.0")
     assert "Tag: py3-none-manylinux_2_28_x86_64\n" in wheel
 
 

@@ -293,6 +293,29 @@ def test_a_changed_feature_set_changes_the_label(text: str, chosen: dict[str, st
     assert plan.wheel_name == f"pack-0.1.0+{label}-py3-none-manylinux_2_28_x86_64.whl"
 
 
+NO_LABEL = Setting("label", "off", "-C label=")
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.3.1.dev2+g12ab.dirty"])
+def test_a_wheel_without_label(version: str) -> None:
+    """The version alone tells it from the wheel with the label: all else of the plan is the same."""
+    with_label, plan = plan_for(CPU, version=version), plan_for(CPU, Choices(label=NO_LABEL), version=version)
+    assert plan.label == ""
+    assert plan.wheel_version == plan.version == version
+    assert plan.wheel_name == f"pack-{version}-py3-none-manylinux_2_28_x86_64.whl"
+    assert NO_LABEL in plan.settings
+    same = {"label": with_label.label, "wheel_version": with_label.wheel_version, "settings": ()}
+    assert replace(plan, **same) == replace(with_label, settings=())
+    assert plan_for(CPU, Choices(label=Setting("label", "on", "-C label="))).label == "cpu.test"
+
+
+def test_a_changed_feature_set_keeps_its_label() -> None:
+    features = {"awq": Setting("feature.awq", "off", "USE_IT")}
+    text = CPU + FEATURES.format("true", "false")
+    said = refusal(ChoiceError, text, choices=Choices(label=NO_LABEL, features=features))
+    assert "-C label=off: the features differ from the profile's (awq=off)" in said
+
+
 def test_dirty_version_has_one_plus() -> None:
     assert plan_for(CPU, version="0.3.1.dev2+g12ab.dirty").wheel_version == "0.3.1.dev2+cpu.test.g12ab.dirty"
 

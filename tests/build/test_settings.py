@@ -18,7 +18,7 @@ def choices(config: ConfigSettings | None = None, **environ: str) -> Choices:
 
 
 def shown(made: Choices) -> dict[str, tuple[str, str]]:
-    settings = [made.profile, made.device, made.jobs, made.torch_dir, *made.features.values()]
+    settings = [made.profile, made.device, made.jobs, made.torch_dir, made.label, *made.features.values()]
     return {setting.name: (setting.value, setting.origin) for setting in settings if setting is not None}
 
 
@@ -45,6 +45,7 @@ def shown(made: Choices) -> dict[str, tuple[str, str]]:
         ({"feature.awq": "on"}, {"PELTON_ENABLE_AWQ": "0"}, {"feature.awq": ("on", "-C feature.awq=")}),
         ({}, {"MAX_JOBS": " 4 "}, {"jobs": ("4", "MAX_JOBS")}),
         ({"jobs": "2"}, {"MAX_JOBS": "4"}, {"jobs": ("2", "-C jobs=")}),
+        ({"label": "off"}, {}, {"label": ("off", "-C label=")}),
         ({}, {"PELTON_TORCH_DIR": "/t"}, {"torch-dir": ("/t", "PELTON_TORCH_DIR")}),
         ({"cmake.build-type": "Debug", "build-dir": "b", "skbuild.logging.level": "INFO"}, {}, {}),
         ({}, {"PELTON_LIBRARY": "x.so", "PELTON_VERSION": "1.0"}, {}),
@@ -89,6 +90,7 @@ def test_what_lost_is_kept() -> None:
         ({"feature.marlin": ["on", "off"]}, {}, "with different values: 'on', 'off'"),
         ({"feature.marlin": ""}, {}, "the value is empty"),
         ({"jobs": "0"}, {}, "-C jobs: '0' is no number of jobs"),
+        ({"label": "cu130"}, {}, "-C label: 'cu130' is neither on nor off"),
         ({"cmake.define.PELTON_PROFILE": "x"}, {}, "PELTON_PROFILE follows from the plan; say it with -C profile=NAME"),
         ({"cmake.args": ["-DX=1", "-DPELTON_PROFILE=x"]}, {}, "-C cmake.args: PELTON_PROFILE follows from the plan"),
         ({"cmake.define.CMAKE_CUDA_ARCHITECTURES": "80"}, {}, "CMAKE_CUDA_ARCHITECTURES follows from the plan"),

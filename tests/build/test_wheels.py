@@ -49,6 +49,22 @@ def test_name_and_content(wheel: Path) -> None:
     assert info["state"] == "wheel"
 
 
+def test_without_label_only_what_says_the_version_differs(
+    project: Project, wheel: Path, tmp_path: Path
+) -> None:
+    """One configuration after the other in one folder, as `nox -s variants` does it: nothing is compiled twice."""
+    settings = {**PROFILE, "label": "off", "cmake.fresh": "false"}
+    made = project.wheel(tmp_path, settings)
+    assert made.name == "pelton-0.3.0-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(made) as plain, zipfile.ZipFile(wheel) as labelled:
+        info = json.loads(plain.read("pelton/_build_info.json"))
+        assert (info["version"], info["label"]) == ("0.3.0", "")
+        assert "Version: 0.3.0\n" in plain.read("pelton-0.3.0.dist-info/METADATA").decode()
+        names = {name for name in plain.namelist() if ".dist-info/" not in name}
+        assert names == {name for name in labelled.namelist() if ".dist-info/" not in name}
+        assert {n for n in names if plain.read(n) != labelled.read(n)} == {"pelton/_build_info.json"}
+
+
 def test_the_glibc_floor_is_real(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         library = Path(archive.extract("pelton/libpelton.so", tmp_path))

@@ -218,6 +218,11 @@ def good_files() -> dict[str, bytes]:
     }
 
 
+def unlabelled(version: str = "0.1.0", profile: str = "cpu-avx2") -> WheelParts:
+    """The parts of a good wheel without label."""
+    return WheelParts(version=version).with_info(profile=profile, label="", version=version)
+
+
 def labelled(
     profile: str, label: str, version: str = "0.1.0", archs: tuple[str, ...] = ("x86-64-v3",)
 ) -> WheelParts:
