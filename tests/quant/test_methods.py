@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from model_driver import ON_GPU
+from model_driver import DEVICE, ON_GPU
 from pelton.quant.canonical import QuantizedWeight, Scheme
-from pelton.quant.methods import FORMAT_FEATURES, METHODS, Choice, Refusal, Target, choose
+from pelton.quant.methods import (
+    FORMAT_FEATURES,
+    METHODS,
+    Choice,
+    MarlinLinear,
+    Refusal,
+    Target,
+    choose,
+)
 from quant_engine import needs_kernels
 from quant_writers import quantized
 
@@ -53,8 +61,10 @@ CHOICES = [
     (without(SM90, "gptq"), GPTQ, 4096, 4096, "marlin"),
     (without(SM90, "awq"), AWQ, 4096, 4096, "marlin"),
     (SM90, changed(GPTQ, order="any"), 4096, 4096, "gptq"),
-    (SM90, changed(GPTQ, group_size=256), 4096, 4096, "gptq"),
-    (SM90, changed(AWQ, group_size=256), 4096, 4096, "awq"),
+    (SM90, changed(GPTQ, group_size=256), 4096, 4096, "marlin"),
+    (SM90, changed(GPTQ, group_size=600), 576, 576, "marlin"),  # that is one group
+    (SM90, changed(GPTQ, group_size=16), 4096, 4096, "gptq"),
+    (SM90, changed(AWQ, group_size=16), 4096, 4096, "awq"),
     (dataclasses.replace(SM90, capability=(7, 5)), AWQ, 4096, 4096, "awq"),
     (dataclasses.replace(SM90, capability=(7, 5)), GPTQ, 4096, 4096, "gptq"),
     (without(SM90, "marlin"), GPTQ, 4096, 4096, "gptq"),
@@ -75,7 +85,7 @@ REFUSALS = [
     (without(SM90, "awq", "marlin"), AWQ, 4096, 4096, "awq", "need the feature awq"),
     (without(SM90, "gptq", "marlin"), GPTQ, 4096, 4096, "gptq", "need the feature gptq"),
     (without(SM90, "gptq"), changed(GPTQ, order="any"), 4096, 4096, "gptq", "unequal"),
-    (without(SM90, "gptq", "awq"), changed(CT, group_size=256), 4096, 4096, "gptq", "not of 256"),
+    (without(SM90, "gptq", "awq"), changed(CT, group_size=48), 4096, 4096, "gptq", "not of 48"),
     (without(SM90, "gptq", "marlin"), changed(CT, bits=8), 4096, 4096, "gptq", "4 bit"),
     (dataclasses.replace(SM90, dtype="float32"), GPTQ, 4096, 4096, "", "float16 or bfloat16"),
     (dataclasses.replace(CPU, features=frozenset({"marlin"})), GPTQ, 576, 576, "gptq", "feature gptq"),
@@ -160,6 +170,70 @@ def test_cpu(
             size_of_terms + float(expected.abs().max())
         )
         assert (wide[:, :n] == 7).all()
+
+
+MARLIN_LAYERS = [
+    # N, K, bits, group size, order
+    (72, 192, 4, 64, "none"),
+    (24, 576, 4, 128, "none"),  # a short last group
+    (40, 100, 4, 32, "none"),  # no whole pieces of 8 inputs
+    (24, 136, 8, -1, "none"),
+    (24, 64, 4, 1024, "none"),
+    (24, 160, 4, 64, "equal"),
+    (24, 100, 8, 32, "equal"),
+]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.pelton, "marlin_gemm"), reason="for a library with the feature marlin"
+)
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k", "bits", "group_size", "order"), MARLIN_LAYERS)
+def test_marlin(
+    n: int, k: int, bits: int, group_size: int, order: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    written = quantized(n, k, bits=bits, group_size=group_size, order=order, symmetric=symmetric, dtype=dtype)
+    zeros = None if symmetric else torch.from_numpy(written.zeros.astype(np.uint8)).to(DEVICE)
+    g_idx = None if order == "none" else torch.from_numpy(written.g_idx.astype(np.int32)).to(DEVICE)
+    q = torch.from_numpy(written.q.astype(np.uint8)).to(DEVICE)
+    size = k if group_size == -1 else group_size
+    weight = QuantizedWeight(q, written.scales.to(DEVICE), zeros, g_idx, bits, size)
+    method = MarlinLinear.pack(weight, dtype, DEVICE)
+    kept = [method.weight, method.scales, *([] if method.zeros is None else [method.zeros])]
+    itemsize = dtype.itemsize
+    most = MarlinLinear.num_bytes(n, k, weight.scales.shape[0], bits, itemsize)
+    assert sum(t.numel() * t.element_size() for t in kept) <= most
+    expected_weight = written.dequantized()
+    for tokens in (5, 3 if ON_GPU else 1, MarlinLinear.copied_tokens + 1):
+        if tokens > 5 and not (ON_GPU or (order == "equal" and bits == 4)):
+            continue
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(tokens, k, generator=generator).to(dtype)
+        bias = torch.randn(n, generator=generator).to(dtype)
+        for b in (None, bias):
+            wide = torch.full((tokens, 2 * n), 7.0, dtype=dtype, device=DEVICE)
+            method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
+            expected = x.double() @ expected_weight.t() + (0 if b is None else b.double())
+            bound = torch.finfo(dtype).eps / 2 * 1.01 * expected.abs() + 2.0**-20 * (
+                x.double().abs() @ expected_weight.abs().t() + 1
+            )
+            assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
+            assert (wide[:, :n] == 7).all()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.pelton, "marlin_gemm"), reason="for a library with the feature marlin"
+)
+def test_marlin_keeps_workspaces_that_graphs_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MarlinLinear, "workspaces", {})
+    for k in (100, 300, 100):
+        q = torch.zeros(64, k, dtype=torch.uint8, device=DEVICE)
+        weight = QuantizedWeight(q, torch.ones(1, 64, device=DEVICE), None, None, 4, k)
+        MarlinLinear.pack(weight, torch.float16, DEVICE)
+    (own,) = MarlinLinear.workspaces.values()
+    assert len(own) == 2
+    assert own[0].numel() < own[1].numel()
 
 
 PROFILES = sorted((Path(__file__).parents[2] / "build_profiles").glob("*.toml"))

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -80,8 +81,9 @@ def choose(target: Target, scheme: Scheme, in_features: int, out_features: int) 
     2. On the CPU: its kernels, which take everything; with activations in int8 if the target says so, or says nothing
        and they are bfloat16, whose own rounding is about as large.
     3. None on GPUs, for activations of float32.
-    4. marlin, if the build has it: compute capability 8.0 or newer, groups of 32, 64 or 128 inputs or one, and no
-       mapping of inputs to groups of unequal sizes.
+    4. marlin, if the build has it: compute capability 8.0 or newer, groups of multiples of 32 inputs or one, and no
+       mapping of inputs to groups of unequal sizes. Which of its kernels multiplies, `marlin_gemm` decides by the
+       number of tokens and the GPU.
     5. awq, if the build has it, for checkpoints of that format: 4 bit, outputs in eights, whole groups.
     6. gptq, if the build has it: everything.
     7. awq again, for other checkpoints that fit it.
@@ -97,7 +99,7 @@ def choose(target: Target, scheme: Scheme, in_features: int, out_features: int) 
         return Choice("cpu", f"kernels of the CPU, activations of {target.dtype} as they are")
     if target.dtype not in _HALVES:
         return Refusal(f"quantized weights run on GPUs in {' or '.join(_HALVES)}, not in {target.dtype}")
-    no_marlin = _why_not_marlin(target, scheme)
+    no_marlin = _why_not_marlin(target, scheme, in_features)
     if not no_marlin:
         return Choice("marlin", "fits the tensor core layout")
     no_awq = _why_not_awq(target, scheme, in_features, out_features)
@@ -110,15 +112,15 @@ def choose(target: Target, scheme: Scheme, in_features: int, out_features: int) 
     return Refusal(f"not marlin: {no_marlin}; not awq: {no_awq}", "gptq")
 
 
-def _why_not_marlin(target: Target, scheme: Scheme) -> str:
+def _why_not_marlin(target: Target, scheme: Scheme, in_features: int) -> str:
     if target.backend not in ("cuda", "emulation"):
         return f"it is for CUDA, and this is a build for {target.backend}"
     if "marlin" not in target.features:
         return "the build does not have it"
     if target.capability is not None and target.capability < (8, 0):
         return f"it needs compute capability 8.0, the GPU has {'.'.join(map(str, target.capability))}"
-    if scheme.group_size not in (-1, 32, 64, 128):
-        return f"it has groups of 32, 64 or 128 inputs or one, not of {scheme.group_size}"
+    if scheme.group_size != -1 and scheme.group_size % 32 and scheme.group_size < in_features:
+        return f"it has groups of multiples of 32 inputs or one, not of {scheme.group_size}"
     if scheme.order == "any":
         return "the mapping of inputs to groups has groups of unequal sizes"
     return ""
@@ -220,5 +222,68 @@ def _in_blocks(weight: QuantizedWeight) -> tuple[Tensor | None, int, Tensor | No
     return order, block, torch.repeat_interleave(blocks)
 
 
+class MarlinLinear:
+    """4-bit and 8-bit weights in Marlin's layout, on NVIDIA's matrix units; act-order by permuted inputs."""
+
+    #: Tokens for which permuted inputs are copied by the operator; for more, torch does it, into memory of its own.
+    copied_tokens = 512
+    #: The workspaces of each device, the last one in use. CUDA graphs may hold the older ones.
+    workspaces: ClassVar[dict[torch.device, list[Tensor]]] = {}
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self.bits, self.out_features, in_features = weight.bits, weight.out_features, weight.in_features
+        self.group_size = -1 if weight.group_size >= in_features else weight.group_size
+        self.perm = None
+        if weight.g_idx is not None and weight.scales.shape[0] > 1:
+            self.perm = torch.argsort(weight.g_idx, stable=True).int()
+        self.weight = ops.marlin_repack(weight.q.contiguous(), self.bits, self.perm)
+        self.scales = ops.marlin_pack_scales(weight.scales.to(dtype))
+        self.zeros = None if weight.zeros is None else ops.marlin_pack_scales(weight.zeros)
+        self.copies = self.perm is not None or in_features % 8 != 0
+        self._reserve(weight.q.device, in_features)
+
+    def _reserve(self, device: torch.device, in_features: int) -> None:
+        """Have a workspace that is large enough for any call, before any graph is recorded."""
+
+        def size_of(num_tokens: int, copied: bool = False) -> int:
+            return ops.marlin_workspace_size(num_tokens, self.out_features, in_features, copied)
+
+        size = max(size_of(num_tokens) for num_tokens in (8, 16, 32, 64, 128, 256, 512, 1 << 20))
+        if self.copies:
+            size += size_of(self.copied_tokens, True) - size_of(self.copied_tokens)
+        own = self.workspaces.setdefault(device, [])
+        if not own or own[-1].numel() < size:
+            own.append(torch.zeros(size, dtype=torch.float32, device=device))
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> MarlinLinear:
+        return cls(weight, dtype)
+
+    @staticmethod
+    def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
+        rows, columns = -(-out_features // 64) * 64, -(-in_features // 64) * 64
+        return rows * (columns * bits // 8 + groups * (itemsize + 1))
+
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        perm = self.perm
+        if self.copies and x.shape[0] > self.copied_tokens:
+            if perm is not None:
+                x, perm = x.index_select(1, perm), None
+            x = F.pad(x, (0, -x.shape[1] % 8))
+        return ops.marlin_gemm(
+            x,
+            self.weight,
+            self.scales,
+            bits=self.bits,
+            group_size=self.group_size,
+            out_features=self.out_features,
+            zeros=self.zeros,
+            perm=perm,
+            bias=bias,
+            out=out,
+            workspace=self.workspaces[x.device][-1],
+        )
+
+
 #: The methods that `choose` names.
-METHODS: dict[str, type[Method]] = {"cpu": CpuLinear, "cpu-int8": CpuInt8Linear}
+METHODS: dict[str, type[Method]] = {"cpu": CpuLinear, "cpu-int8": CpuInt8Linear, "marlin": MarlinLinear}
