@@ -27,6 +27,7 @@ COMMANDS = {
     "emulation": ("emulation", "write the plan of the emulated library as a CMake file"),
     "repair": ("repair", "check that auditwheel has nothing to repair in wheels"),
     "audit": ("audit", "check finished wheels against their plans"),
+    "reproduce": ("reproduce", "build wheels a second time elsewhere, and compare the bytes"),
     "release": ("release", "check the tree and the tag of a release"),
     "index": ("index", "make the static package index from wheels"),
 }
