@@ -375,8 +375,17 @@ def profiles_of(root: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(
             BuildError
         ):  # a broken profile is no profile yet, and no reason to stop another's build
-            target = load_profile(root, name).target
-            made.append({"profile": name, "backend": target.backend, "archs": list(target.arch)})
+            profile = load_profile(root, name)
+            target, bounds = profile.target, profile.variant.get("nvidia", {}).get("cuda_version_lower_bound")
+            made.append(
+                {
+                    "profile": name,
+                    "summary": profile.summary,
+                    "backend": target.backend,
+                    "archs": list(target.arch),
+                    "minimum_driver": bounds[0] if bounds else "",
+                }
+            )
     return made
 
 
