@@ -35,20 +35,50 @@ __device__ __forceinline__ void store2(T* out, float low, float high, float weig
   *reinterpret_cast<uint32_t*>(out) = pack2<T>(low * factor, high * factor);
 }
 
-// The line cut into parts, the first of which are one longer when it does not divide.
+// The line cut into at most `most` parts. Where its items may be of one length and little is lost by fewer
+// parts, no part holds the end of one and the beginning of another: all are cut into equally many parts, or
+// each part holds whole ones. Else the parts are equal, the first ones longer by one when the line does not
+// divide.
 struct Cutting {
-  int each = 0, longer = 0;
+  unsigned total, parts = 0;
+  unsigned piece, parts_of_piece;  // the line as pieces of this many tiles
+  unsigned each = 0, longer = 0;   // of the parts of a piece
 
-  __device__ Cutting(int total, int parts) {
-    if (parts > 0) {
-      each = total / parts;
-      longer = total % parts;
+  __device__ Cutting(unsigned total, unsigned items, unsigned most)
+      : total(total), piece(total), parts_of_piece(most) {
+    if (total == 0) return;
+    parts = most;
+    // Beyond these sizes a twentieth of the parts is worth more than what putting parts together costs.
+    constexpr unsigned kMostTilesEach = 256, kMostItemsEach = 4;
+    if (total % items == 0) {
+      const unsigned items_each = ceil_div(items, most);
+      if (items_each == 1 && total / most < kMostTilesEach) {
+        piece = total / items;
+        parts_of_piece = min(most / items, piece);
+        parts = items * parts_of_piece;
+      } else if (items_each > 1 && items_each <= kMostItemsEach &&
+                 ceil_div(items, items_each) >= most - most / 16) {
+        parts = parts_of_piece = ceil_div(items, items_each);
+        each = total / items * items_each;
+        return;
+      }
     }
+    each = piece / parts_of_piece;
+    longer = piece % parts_of_piece;
   }
-  __device__ int first(int part) const { return part * each + min(part, longer); }
-  __device__ int part_of(int tile) const {
-    const int in_longer = longer * (each + 1);
-    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
+  __device__ int first(unsigned part) const {
+    unsigned start = 0;
+    if (piece < total) {
+      start = part / parts_of_piece * piece;
+      part %= parts_of_piece;
+    }
+    return int(min(start + part * each + min(part, longer), total));
+  }
+  __device__ int part_of(unsigned tile) const {
+    const unsigned before = piece < total ? tile / piece * parts_of_piece : 0;
+    if (piece < total) tile %= piece;
+    const unsigned in_longer = longer * (each + 1);
+    return int(before + (tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each));
   }
 };
 
@@ -484,10 +514,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   typename S::Item item{};
   const auto count = [&](int s) { return item.open(a, group, share, s); };
   SequenceScan<S::kThreads> scan(int(a.num_seqs), count);
-  const int total = scan.total, parts = min(int(gridDim.x), ceil_div(total, kMinTiles));
-  const Cutting cutting(total, parts);
+  const int most_parts = min(int(gridDim.x), ceil_div(scan.total, kMinTiles));
+  const Cutting cutting(scan.total, int(a.num_seqs * a.num_kv_heads), most_parts);
   int first = 0, last = 0;
-  if (int(blockIdx.x) < parts) {
+  if (blockIdx.x < cutting.parts) {
     first = cutting.first(blockIdx.x);
     last = cutting.first(blockIdx.x + 1);
     // The thread that finds the item has looked at its sequence.
