@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import nox
@@ -31,10 +29,10 @@ sys.path.insert(0, str(ROOT / "python"))
 
 from pelton_build import release as releases  # noqa: E402
 from pelton_build.__main__ import main as pelton_build  # noqa: E402
-from pelton_build.cmake import refuse_problems, source_digest  # noqa: E402
+from pelton_build.cmake import refuse_problems  # noqa: E402
 from pelton_build.errors import BuildError  # noqa: E402
 from pelton_build.plan import Plan  # noqa: E402
-from pelton_build.planning import make_plan, project_version, settings_of  # noqa: E402
+from pelton_build.planning import make_plan, settings_of  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
 from pelton_build.project import load_project  # noqa: E402
 from pelton_build.serve import serving  # noqa: E402
@@ -204,20 +202,10 @@ def this_machines_plan(session: nox.Session) -> Plan:
         session.error(str(error))
 
 
-def is_fresh(wheel: Path, plan: Plan) -> bool:
-    """Whether the wheel is there, whole, and was made from the sources as they are."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            info = json.loads(archive.read(f"{plan.package}/_build_info.json"))
-        return bool(info["source_digest"] == source_digest(ROOT))
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError):
-        return False
-
-
 def fresh_wheel(session: nox.Session, plan: Plan) -> Path:
     """The wheel of the plan in dist/, built first when it is missing or its sources have changed."""
     wheel = ROOT / "dist" / plan.profile / plan.wheel_name
-    if is_fresh(wheel, plan):
+    if releases.is_fresh(ROOT, wheel, plan.package):
         session.log(f"{wheel.relative_to(ROOT)} is what the sources make")
     else:
         build(session, plan.profile)
@@ -252,10 +240,14 @@ def reproduce(session: nox.Session) -> None:
         reproduced(session, plan, fresh_wheel(session, plan))
 
 
-def reproduced(session: nox.Session, plan: Plan, wheel: Path) -> None:
-    """Stop unless a second build makes the same bytes."""
+def reproduced(session: nox.Session, plan: Plan, wheel: Path) -> str:
+    """Stop unless a second build makes the same bytes; who made it."""
     install_for_build(session, plan)
-    session.run("python", "-m", "pelton_build", "reproduce", str(wheel), env=LIBRARIES)
+    report = ROOT / "build" / plan.profile / "reproduced.json"
+    session.run(
+        "python", "-m", "pelton_build", "reproduce", "--report", str(report), str(wheel), env=LIBRARIES
+    )
+    return str(json.loads(report.read_text(encoding="utf-8"))[wheel.name]["builder"])
 
 
 @nox.session(tags=["wheels"])
@@ -276,93 +268,55 @@ def release(session: nox.Session) -> None:
     parser.add_argument(
         "--index", type=Path, default=ROOT / "site", help="the published index: none of its files may change"
     )
-    options = parser.parse_args(session.posargs)
-    work = ROOT / "build" / "release"
+    options = releases.Options(**vars(parser.parse_args(session.posargs)))
     try:
-        version = project_version(ROOT, os.environ)
-        if problems := releases.tree_problems(version, options.tag, tagged=not options.dry_run):
-            session.error("; ".join(problems))
-        plans = releases.plans_of(ROOT)
-        held = releases.published(options.index)
+        work = releases.make_release(ROOT, options, Workshop(session))
     except BuildError as error:
         session.error(str(error))
-    left_out = releases.unbuildable(plans)
-    if left_out and not options.skip_unbuildable:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in left_out.items())
-        session.error(
-            f"this machine cannot build{reasons}\ninstall what is missing, or leave them out: --skip-unbuildable"
-        )
-    made = {name: plan for name, plan in plans.items() if isinstance(plan, Plan) and name not in left_out}
-    if not made:
-        session.error("no profile can be built on this machine")
-    times = releases.Times(work / "times.json")
-    wheels = {}
-    for name, plan in made.items():
-        wheel = ROOT / "dist" / name / plan.wheel_name
-        if is_fresh(wheel, plan):
-            session.log(f"{wheel.relative_to(ROOT)} is whole and of these sources")
-        else:
-            start = time.monotonic()
-            build(session, name)
-            times.add(sha256(wheel), time.monotonic() - start)
-        wheels[name] = wheel
-    rows = [
-        releases.Row(
-            profile=name,
-            file=wheel.name,
-            size=wheel.stat().st_size,
-            sha256=sha256(wheel),
-            archs=made[name].archs,
-            seconds=times.get(sha256(wheel)),
-            tried="",
-        )
-        for name, wheel in wheels.items()
-    ]
-    if wrong := releases.contradictions(rows, held):
-        session.error("; ".join(wrong))
-    site = work / "site"
-    session.install("-q", *group("audit"))
-    session.run(
-        "python", "-m", "pelton_build", "index", *map(str, wheels.values()), "--out", str(site), env=LIBRARIES
-    )
-    rows = [
-        replace(row, tried=tried) for row, tried in zip(rows, try_wheels(session, site, made), strict=True)
-    ]
-    (work / "notes.md").write_text(releases.notes(version, rows, left_out), encoding="utf-8")
-    (work / "wheels.json").write_text(releases.as_json(rows), encoding="utf-8")
-    session.log("the wheels:\n" + releases.table(rows, left_out))
-    session.log(
-        f"the index is {site.relative_to(ROOT)}/, the release notes are {work.relative_to(ROOT)}/notes.md"
-    )
+    session.log(f"index and release notes: {work.relative_to(ROOT)}/site/, {work.relative_to(ROOT)}/notes.md")
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class Workshop:
+    """What `make_release` has done by this session."""
 
+    def __init__(self, session: nox.Session) -> None:
+        self.session = session
 
-def try_wheels(session: nox.Session, site: Path, plans: Mapping[str, Plan]) -> list[str]:
-    """Install each wheel from the index with pip and let it say what it is; what was tried, a text for each."""
-    environment = ROOT / "build" / "release" / "venv"
-    python = environment / "bin" / "python"
-    session.run("python", "-m", "venv", "--clear", str(environment))
-    session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=CLEAN, external=True)
-    tried = []
-    with serving(site) as url:
-        for name, plan in plans.items():
-            wanted = ("--only-binary", plan.package, f"{plan.package}=={plan.wheel_version}")
-            place = f"{url}/p/{name}/simple/"
-            session.run(
-                str(python), "-m", "pip", "install", "-q", "--extra-index-url", place, *wanted, env=loopback(), external=True
-            )  # fmt: skip
-            session.run(str(python), "-m", "pip", "check", env=CLEAN, external=True)
-            with session.chdir(environment):  # so that nothing but the installed wheel can be imported
-                told = session.run(
-                    str(python), "-c", TRY_WHEEL, env=CLEAN, external=True, silent=True, log=False
-                )
-            tried.append(str(told).strip().splitlines()[-1])
-            session.log(f"{name}: {tried[-1]}")
-    return tried
+    def place_of(self, plan: Plan) -> Path:
+        return place_of_wheel(plan)
+
+    def build(self, item: releases.Item) -> None:
+        settings = {**item.settings}
+        build(self.session, settings.pop("profile"), [f"-C{key}={value}" for key, value in settings.items()])
+
+    def make_index(self, wheels: Sequence[Path], site: Path) -> None:
+        self.session.install("-q", *group("audit"))
+        command = ("python", "-m", "pelton_build", "index", *map(str, wheels), "--out", str(site))
+        self.session.run(*command, env=LIBRARIES)
+
+    def rebuild(self, item: releases.Item, wheel: Path) -> str:
+        return reproduced(self.session, item.plan, wheel)
+
+    def try_wheels(self, site: Path, items: Sequence[releases.Item]) -> list[str]:
+        session, environment = self.session, ROOT / "build" / "release" / "venv"
+        python = environment / "bin" / "python"
+        session.run("python", "-m", "venv", "--clear", str(environment))
+        session.run(str(python), "-m", "pip", "install", "-q", TORCH, env=CLEAN, external=True)
+        tried = []
+        with serving(site) as url:
+            for item in items:
+                package, version = item.plan.package, item.plan.wheel_version
+                options = ("--only-binary", package, "--extra-index-url", f"{url}/{item.place}/")
+                install = ("pip", "install", "-q", *options, f"{package}=={version}")
+                session.run(str(python), "-m", *install, env=loopback(), external=True)
+                session.run(str(python), "-m", "pip", "check", env=CLEAN, external=True)
+                with session.chdir(environment):  # so that nothing but the installed wheel can be imported
+                    told = session.run(
+                        str(python), "-c", TRY_WHEEL, env=CLEAN, external=True, silent=True, log=False
+                    )
+                tried.append(str(told).strip().splitlines()[-1])
+                session.log(f"{item.title}: {tried[-1]}")
+        return tried
 
 
 # Prints one line. A wheel for other hardware has to say so itself, by the guard's exception and nothing worse.

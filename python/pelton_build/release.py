@@ -1,44 +1,60 @@
-"""What a release needs to be true, and how it is told: decisions over plain values, no effects.
+"""A release: what it needs to be true, the order in which it is made, and how it is told.
 
-`nox -s release` gathers the values, builds, and stops where one of these functions says so:
+`make_release` goes through it and has `nox -s release` do what needs environments and compilers (`Workshop`):
 
 1. `tree_problems`: the tree is the commit's, and its tag is the version's;
 2. `unbuildable`: every profile can be built on this machine, or leaving some out was asked for;
-3. `contradictions`: no index holds a file of one of these names with other bytes already;
-4. `table`, `notes`: what was made, for a terminal and for release notes.
+3. each wheel is built and audited, unless a whole one of these very sources is there;
+4. `contradictions`: no index holds a file of one of these names with other bytes already;
+5. the index is made, each wheel installed from it and tried, and one built a second time elsewhere;
+6. `table`, `notes`: what was made, for a terminal and for release notes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import logging
 import sys
+import time
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from .cmake import source_digest
 from .errors import BuildError
 from .plan import Plan
 from .planning import make_plan, project_root, project_version, write_atomically
 from .profile import profile_names
+from .project import load_project
 from .settings import environment
 from .version import Tag
 
 __all__ = [
+    "Facts",
+    "Item",
+    "Options",
     "ReleaseError",
     "Row",
-    "Times",
+    "Workshop",
     "as_json",
     "contradictions",
+    "is_fresh",
+    "items_of",
     "main",
+    "make_release",
     "notes",
-    "plans_of",
     "published",
+    "sha256",
     "table",
     "tree_problems",
     "unbuildable",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class ReleaseError(BuildError):
@@ -46,10 +62,20 @@ class ReleaseError(BuildError):
 
 
 @dataclass(frozen=True)
+class Item:
+    """One wheel that a release is to have."""
+
+    title: str
+    place: str  # where the index has it: p/cpu-avx2/simple
+    settings: Mapping[str, str]  # of its build
+    plan: Plan | str  # a text is why there is no plan
+
+
+@dataclass(frozen=True)
 class Row:
     """One wheel of the release."""
 
-    profile: str
+    profile: str  # or another title
     file: str
     size: int  # bytes
     sha256: str
@@ -166,35 +192,146 @@ def _markdown(cells: Iterable[str]) -> str:
 
 
 @dataclass
-class Times:
-    """Seconds that each wheel took to build, kept over interruptions; a wheel is known by its SHA-256."""
+class Facts:
+    """What is known of wheels, kept over interruptions; a wheel is known by its SHA-256."""
 
     path: Path
 
-    def read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, dict[str, Any]]:
         try:
             known = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # figures for the table: without them it says "was whole"
+            return {str(digest): dict(facts) for digest, facts in known.items()}
+        except (OSError, ValueError, TypeError, AttributeError):  # a cache: without it the work is done again
             return {}
-        return known if isinstance(known, dict) else {}
 
-    def get(self, sha256: str) -> float | None:
-        seconds = self.read().get(sha256)
+    def seconds(self, digest: str) -> float | None:
+        """How long the wheel took to build."""
+        seconds = self._read().get(digest, {}).get("seconds")
         return float(seconds) if isinstance(seconds, int | float) else None
 
-    def add(self, sha256: str, seconds: float) -> None:
-        write_atomically(self.path, json.dumps({**self.read(), sha256: round(seconds, 1)}, indent=1) + "\n")
+    def rebuilt_by(self, digest: str) -> str | None:
+        """Who made the same bytes in a second build."""
+        words = self._read().get(digest, {}).get("rebuilt_by")
+        return words if isinstance(words, str) else None
+
+    def add(self, digest: str, **facts: float | str) -> None:
+        known = self._read()
+        known[digest] = {**known.get(digest, {}), **facts}
+        write_atomically(self.path, json.dumps(known, indent=1) + "\n")
 
 
-def plans_of(root: Path) -> dict[str, Plan | str]:
-    """The plan of every profile, or why there is none."""
-    plans: dict[str, Plan | str] = {}
-    for name in profile_names(root):
+def items_of(root: Path) -> list[Item]:
+    """The wheels of a release: one for each profile, and the baseline's without label for the main index."""
+    wanted = [(name, f"p/{name}/simple", {"profile": name}) for name in profile_names(root)]
+    if baseline := load_project(root).baseline_profile:
+        wanted.append((f"{baseline} without label", "simple", {"profile": baseline, "label": "off"}))
+    items = []
+    for title, place, settings in wanted:
+        plan: Plan | str
         try:
-            plans[name] = make_plan(root, {"profile": name})
+            plan = make_plan(root, settings)
         except BuildError as error:
-            plans[name] = str(error)
-    return plans
+            plan = str(error)
+        items.append(Item(title, place, settings, plan))
+    return items
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_fresh(root: Path, wheel: Path, package: str) -> bool:
+    """Whether the wheel is there, whole, and was made from the sources as they are."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = json.loads(archive.read(f"{package}/_build_info.json"))
+        return bool(info["source_digest"] == source_digest(root))
+    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError):
+        return False
+
+
+# --- in order -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the release is asked to be."""
+
+    index: Path  # the published one
+    tag: str | None = None
+    dry_run: bool = False  # a rehearsal: the commit needs no tag
+    skip_unbuildable: bool = False
+
+
+class Workshop(Protocol):
+    """What needs environments and compilers. Each raises what it likes when it fails, and the release stops."""
+
+    def place_of(self, plan: Plan) -> Path:
+        """Where the plan's wheel is put."""
+
+    def build(self, item: Item) -> None:
+        """Build and audit the wheel; only one that passes gets to its place."""
+
+    def make_index(self, wheels: Sequence[Path], site: Path) -> None:
+        """Make the index of the wheels in the folder `site`."""
+
+    def try_wheels(self, site: Path, items: Sequence[Item]) -> list[str]:
+        """Install each wheel from the index and run it; what came of it."""
+
+    def rebuild(self, item: Item, wheel: Path) -> str:
+        """Build the wheel a second time elsewhere and compare; who did it."""
+
+
+def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
+    """Make all wheels, their index and the notes; the folder of index and notes. Nothing is published.
+
+    Raises ReleaseError, at the first thing that does not hold.
+    """
+    work = root / "build" / "release"
+    version = project_version(root, environment())
+    if problems := tree_problems(version, options.tag, tagged=not options.dry_run):
+        raise ReleaseError("; ".join(problems))
+    items, held = items_of(root), published(options.index)
+    left_out = unbuildable({item.title: item.plan for item in items})
+    if left_out and not options.skip_unbuildable:
+        reasons = "".join(f"\n  {title}: {reason}" for title, reason in left_out.items())
+        raise ReleaseError(
+            f"this machine cannot build{reasons}\ninstall what is missing, or leave them out: --skip-unbuildable"
+        )
+    items = [item for item in items if item.title not in left_out]
+    if not items:
+        raise ReleaseError("no profile can be built on this machine")
+    facts, rows, wheels = Facts(work / "facts.json"), [], []
+    for item in items:
+        assert isinstance(item.plan, Plan)
+        wheel = workshop.place_of(item.plan)
+        if is_fresh(root, wheel, item.plan.package):
+            logger.info("%s is whole and of these sources", wheel.name)
+        else:
+            start = time.monotonic()
+            workshop.build(item)
+            facts.add(sha256(wheel), seconds=round(time.monotonic() - start, 1))
+        digest, size = sha256(wheel), wheel.stat().st_size
+        rows.append(
+            Row(item.title, wheel.name, size, digest, item.plan.archs, facts.seconds(digest), tried="")
+        )
+        wheels.append(wheel)
+    if wrong := contradictions(rows, held):
+        raise ReleaseError("; ".join(wrong))
+    workshop.make_index(wheels, work / "site")
+    tried = workshop.try_wheels(work / "site", items)
+    rows = [replace(row, tried=words) for row, words in zip(rows, tried, strict=True)]
+    # The last item is the one that most machines get.
+    rebuilt_by = facts.rebuilt_by(rows[-1].sha256)
+    if rebuilt_by is None:
+        rebuilt_by = workshop.rebuild(items[-1], wheels[-1])
+        facts.add(rows[-1].sha256, rebuilt_by=rebuilt_by)
+    again = f"`{rows[-1].file}` was built a second time elsewhere, by {rebuilt_by}: the same bytes."
+    write_atomically(work / "notes.md", f"{notes(version, rows, left_out)}\n{again}\n")
+    write_atomically(work / "wheels.json", as_json(rows))
+    logger.info("the wheels:\n%s%s", table(rows, left_out), again.replace("`", ""))
+    return work
 
 
 def as_json(rows: Sequence[Row]) -> str:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BuildError
-from .planning import project_root
+from .planning import project_root, write_atomically
 from .settings import environment
 
 __all__ = ["Builder", "ReproduceError", "build_elsewhere", "differences", "main", "other_user"]
@@ -98,10 +98,8 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def build_elsewhere(
-    root: Path, profile: str, place: Path, switches: Sequence[str] = ()
-) -> tuple[Path, Builder]:
-    """Build `profile` from a copy of `root` in the new folder `place`; the wheel and who built it."""
+def build_elsewhere(root: Path, settings: Sequence[str], place: Path) -> tuple[Path, Builder]:
+    """Build with these config settings from a copy of `root` in the new folder `place`; the wheel and who built it."""
     copy, home, temporary, out = (place / name for name in ("copied tree", "home", "tmp", "made"))
     for folder in (home, temporary, out):
         folder.mkdir()
@@ -110,14 +108,14 @@ def build_elsewhere(
     if builder.command:
         place.chmod(0o755)
         _run(["chown", "-R", f"{NOBODY}:{NOBODY}", str(place)])
-    logger.info("building %s again in %s, as %s", profile, place, builder.words)
+    logger.info("building again in %s, as %s", place, builder.words)
     environ = {**environment(), **ELSEWHERE, "HOME": str(home), "TMPDIR": str(temporary)}
     environ.pop("PYTHONPATH", None)  # the copy brings its own build backend
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    command = [*builder.command, *build, f"-Cprofile={profile}", *switches, str(copy)]
+    command = [*builder.command, *build, *settings, str(copy)]
     if subprocess.run(command, env=environ, cwd=place, umask=UMASK, check=False).returncode != 0:
         raise ReproduceError(
-            f"{profile}: the second build failed, its messages stand above; it lies in {place}"
+            f"{' '.join(settings)}: the second build failed, its messages stand above; it lies in {place}"
         )
     (wheel,) = out.glob("*.whl")
     return wheel, builder
@@ -186,22 +184,22 @@ def _attributes(a: zipfile.ZipInfo, b: zipfile.ZipInfo) -> str:
     )
 
 
-def profile_of(wheel: Path) -> str:
-    """The profile that the wheel's build info names. Raises ReproduceError."""
+def settings_of(wheel: Path) -> tuple[str, ...]:
+    """The config settings that make the wheel again, from its build info. Raises ReproduceError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = [n for n in archive.namelist() if n.endswith("/_build_info.json") and n.count("/") == 1]
-            return str(json.loads(archive.read(name))["profile"])
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError) as error:
+            info = json.loads(archive.read(name))
+        return (f"-Cprofile={info['profile']}", *(() if info["label"] else ("-Clabel=off",)))
+    except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
         raise ReproduceError(f"{wheel}: not a wheel of this build ({error!r})") from None
 
 
 def reproduce(root: Path, wheel: Path) -> str:
     """Build the wheel again and compare; who built it, in words. Raises ReproduceError with what differs."""
-    profile = profile_of(wheel)
+    settings = settings_of(wheel)
     place = Path(tempfile.mkdtemp(prefix="pelton again "))
-    label = () if "+" in wheel.name else ("-Clabel=off",)
-    again, builder = build_elsewhere(root, profile, place, label)
+    again, builder = build_elsewhere(root, settings, place)
     if again.name != wheel.name:
         raise ReproduceError(
             f"{wheel.name}: these sources make {again.name}; check out what the wheel was made of"
@@ -219,12 +217,17 @@ def main(arguments: Sequence[str]) -> int:
         prog="reproduce", description="Build wheels again elsewhere, as somebody else, and compare the bytes."
     )
     parser.add_argument("--root", type=Path, default=project_root(), help="the project's folder")
+    parser.add_argument("--report", type=Path, help="a JSON file to write: SHA-256 and builder of each wheel")
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
     options = parser.parse_args(arguments)
+    report = {}
     for wheel in options.wheels:
         words = reproduce(options.root.resolve(), wheel.resolve())
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         logger.info(
             "%s: twice the same bytes, SHA-256 %s; the second build was by %s", wheel.name, digest, words
         )
+        report[wheel.name] = {"sha256": digest, "builder": words}
+    if options.report:
+        write_atomically(options.report, json.dumps(report, indent=1) + "\n")
     return 0

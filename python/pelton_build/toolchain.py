@@ -165,6 +165,13 @@ def run_limited(
     return Ran(out, err)
 
 
+def _is_program(path: Path) -> bool:
+    """Whether this process may run it. Asked for its effective rights: a process that may read what its user may not
+    (see `reproduce`) would be answered for the user."""
+    effective = os.access in os.supports_effective_ids
+    return _is_file(path) and os.access(path, os.X_OK, effective_ids=effective)
+
+
 def _is_file(path: Path) -> bool:
     """Whether there is a file that this user may see; PATH can lead into other users' folders."""
     try:
@@ -570,7 +577,7 @@ def _in_folder(folder: Path, inside: Sequence[str]) -> tuple[str, str]:
         return "", "there is no such folder"
     for name in inside:
         path = folder / name
-        if _is_file(path) and os.access(path, os.X_OK):
+        if _is_program(path):
             return str(path), ""
     return "", f"holds no {' or '.join(inside)}"
 
@@ -711,7 +718,7 @@ def _python_programs(environ: Mapping[str, str], root: Path, running: str) -> It
     folders += [folder / "bin" for top in pyenv for folder in _inside(top / "versions")]
     for folder in folders:
         for name in (*(f"python3.{minor}" for minor in minors), "python3"):
-            if _is_file(folder / name) and os.access(folder / name, os.X_OK):
+            if _is_program(folder / name):
                 yield str(folder / name)
     yield from (str(path) for path in sorted((root / "opt/python").glob("cp3*-cp3*/bin/python")))
 

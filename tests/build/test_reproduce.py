@@ -19,8 +19,8 @@ from pelton_build.reproduce import (
     copy_tree,
     differences,
     other_user,
-    profile_of,
     reproduce,
+    settings_of,
 )
 
 
@@ -86,9 +86,9 @@ def test_no_wheel_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "x.whl"
     path.write_bytes(b"PK")
     with pytest.raises(ReproduceError, match=r"x\.whl: not a wheel of this build"):
-        profile_of(path)
+        settings_of(path)
     with pytest.raises(ReproduceError, match="not a wheel of this build"):
-        profile_of(archive(path, MEMBERS))
+        settings_of(archive(path, MEMBERS))
 
 
 def test_only_root_becomes_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
