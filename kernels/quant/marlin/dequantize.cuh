@@ -16,27 +16,22 @@ struct SlabZeros {
   uint32_t low, high;
 };
 
-// Byte `index` of 8 bytes, in both halves of a word whose other bytes are `prefix`.
-__device__ __forceinline__ uint32_t spread_byte(const uint32_t (&bytes)[2], int index, uint32_t prefix) {
-  const uint32_t at = uint32_t(index % 4);
-  return __byte_perm(bytes[index / 4], prefix, 0x4040u | at | at << 8);
+// Byte `index` of a word, in both halves of one whose other bytes are `prefix`.
+__device__ __forceinline__ uint32_t spread_byte(uint32_t bytes, int index, uint32_t prefix) {
+  return __byte_perm(bytes, prefix, index == 0 ? 0x4040u : 0x4141u);
 }
 
-// The zeros of slab `slab` of a tile from those of a lane's 8 rows, 8 bytes.
+// From the zeros of a lane's two rows of a slab, the low bytes of `pair`.
 template <class T, int Bits>
-__device__ __forceinline__ SlabZeros slab_zeros(const uint32_t (&zeros)[2], int slab) {
+__device__ __forceinline__ SlabZeros slab_zeros(uint32_t pair) {
   if constexpr (Bits == 8 && T::is_bf16) {  // as floats, 2^23 + zero
-    const auto at = [&](int i) {
-      return __byte_perm(zeros[(2 * slab + i) / 4], 0x4b000000u, 0x7650u | uint32_t((2 * slab + i) % 4));
-    };
-    return {at(0), at(1)};
+    return {__byte_perm(pair, 0x4b000000u, 0x7650u), __byte_perm(pair, 0x4b000000u, 0x7651u)};
   } else if constexpr (T::is_bf16) {  // -(128 + zero)
-    return {spread_byte(zeros, 2 * slab, 0xc3c3c3c3u), spread_byte(zeros, 2 * slab + 1, 0xc3c3c3c3u)};
+    return {spread_byte(pair, 0, 0xc3c3c3c3u), spread_byte(pair, 1, 0xc3c3c3c3u)};
   } else if constexpr (Bits == 8) {  // -(1024 + zero)
-    return {spread_byte(zeros, 2 * slab, 0xe4e4e4e4u), spread_byte(zeros, 2 * slab + 1, 0xe4e4e4e4u)};
+    return {spread_byte(pair, 0, 0xe4e4e4e4u), spread_byte(pair, 1, 0xe4e4e4e4u)};
   } else {  // -(1024 + zero) for even registers, -(64 + zero) for odd ones
-    const uint32_t shifted[2] = {zeros[0] << 4, zeros[1] << 4};
-    return {spread_byte(zeros, 2 * slab, 0xe4e4e4e4u), spread_byte(shifted, 2 * slab + 1, 0xd4d4d4d4u)};
+    return {spread_byte(pair, 0, 0xe4e4e4e4u), spread_byte(pair << 4, 1, 0xd4d4d4d4u)};
   }
 }
 
@@ -51,16 +46,16 @@ __device__ __forceinline__ void dequantize(uint32_t (&a)[4], const Vector<uint32
       constexpr uint32_t kMask = 0x000f000fu, k128 = 0x43004300u;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        a[i] = add2<T>((w >> (4 * i) & kMask) | k128, i % 2 == 0 ? zeros.low : zeros.high);
+        a[i] = add2<T>(and_or(w >> (4 * i), kMask, k128), i % 2 == 0 ? zeros.low : zeros.high);
       }
     } else {
       constexpr uint32_t kEven = 0x000f000fu, kOdd = 0x00f000f0u, k1024 = 0x64006400u;
       constexpr uint32_t kSixteenth = 0x2c002c00u;
       const uint32_t upper = w >> 8;
-      a[0] = add2<T>((w & kEven) | k1024, zeros.low);
-      a[1] = multiply_add2<T>((w & kOdd) | k1024, kSixteenth, zeros.high);
-      a[2] = add2<T>((upper & kEven) | k1024, zeros.low);
-      a[3] = multiply_add2<T>((upper & kOdd) | k1024, kSixteenth, zeros.high);
+      a[0] = add2<T>(and_or(w, kEven, k1024), zeros.low);
+      a[1] = multiply_add2<T>(and_or(w, kOdd, k1024), kSixteenth, zeros.high);
+      a[2] = add2<T>(and_or(upper, kEven, k1024), zeros.low);
+      a[3] = multiply_add2<T>(and_or(upper, kOdd, k1024), kSixteenth, zeros.high);
     }
   } else {
 #pragma unroll

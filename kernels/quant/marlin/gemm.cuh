@@ -68,29 +68,56 @@ struct Piece {
   }
 };
 
-// The copies of one group of warps, `stages` tiles ahead of their use.
+// The copies of one group of warps, `stages` tiles ahead of their use. What the thread copies of a piece is
+// found once; its tiles are equal steps from there.
 template <class S>
 struct Loader {
+  using T = typename S::T;
+  static constexpr int kThreads = S::kGroupThreads;
+  static constexpr int kTilePieces = S::kTileBytes / 16;  // of 16 bytes
+  static constexpr int kTilesAtOnce = kThreads <= kTilePieces ? 1 : kThreads / kTilePieces;
+  static constexpr int kRowsAtOnce = kThreads / 8, kRowBytes = kTile * 2;  // of tokens
+  static constexpr int kScalePieces = kTile * 2 / 16, kZeroPieces = kTile / 16;
+  static_assert(S::kTiles * kScalePieces <= kThreads && S::kTiles % kTilesAtOnce == 0);
+
   const MarlinGemmArgs& a;
   const GemmPlan& plan;
   unsigned char* ring;
   int thread, split;  // of the group's threads; the group
   int last;           // end of the block's part
-  Piece piece;
-  int line;  // of the block's next tiles, one a group
+  int line;           // of the block's next tiles, one a group
   int stage = 0;
+  Piece piece{};
+  const unsigned char* weight = nullptr;
+  const T *x = nullptr, *scales = nullptr;
+  const uint8_t* zeros = nullptr;
+  int tokens_here = 0, tiles_here = 0;
 
   __device__ __forceinline__ int group_of(int input) const {
     return plan.group_shift >= 0 ? input >> plan.group_shift : input / a.group_size;
   }
 
+  __device__ __forceinline__ void open() {
+    piece.open(plan, line, last);
+    const int64_t first_tile = int64_t(piece.row_tile) * S::kTiles,
+                  token = int64_t(piece.token_tile) * S::kTokens;
+    tiles_here = int(tiles(a.n) - first_tile);
+    tokens_here = int(a.m - token) - thread / 8;
+    weight = static_cast<const unsigned char*>(a.weight) +
+             (first_tile + thread / kTilePieces) * plan.input_tiles * S::kTileBytes +
+             thread % kTilePieces * 16;
+    const int64_t scale_tile = first_tile + min(thread / kScalePieces, tiles_here - 1);
+    scales = static_cast<const T*>(a.scales) + scale_tile * a.groups * kTile + thread % kScalePieces * 8;
+    const int64_t zero_tile = first_tile + min(thread / kZeroPieces, tiles_here - 1);
+    zeros = a.zeros + zero_tile * a.groups * kTile + thread % kZeroPieces * 16;
+    x = static_cast<const T*>(a.x) + (token + thread / 8) * a.x_stride + thread % 8 * 8;
+  }
+
   // Starts the copies of the next tile; also without one a group of copies is closed, so that all count
   // alike.
   __device__ __forceinline__ void next(bool by_half) {
-    if (line >= piece.end && line < last) {
-      piece.open(plan, line, last);
-    }
     if (line < last) {
+      if (line >= piece.end) open();
       const int tile = line + split;
       if (tile < piece.end) copy(tile - piece.start, by_half);
       line = min(line + plan.splits, piece.end);
@@ -100,53 +127,38 @@ struct Loader {
   }
 
   __device__ __forceinline__ void copy(int input_tile, bool by_half) const {
-    using T = typename S::T;
-    unsigned char* const to = ring + stage * S::kStageBytes;
-    const SharedAddress shared = shared_address(to);
-    const int first_tile = piece.row_tile * S::kTiles, tiles_here = int(tiles(a.n)) - first_tile;
-    const auto* const weight = static_cast<const unsigned char*>(a.weight);
-    constexpr int kWeightPieces = S::kTileBytes / 16;
+    const SharedAddress to = shared_address(ring) + stage * S::kStageBytes;
+    const unsigned char* const from = weight + int64_t(input_tile) * S::kTileBytes;
+    const int64_t next_tile = int64_t(plan.input_tiles) * S::kTileBytes;
 #pragma unroll
-    for (int i = 0; i < S::kTiles * kWeightPieces; i += S::kGroupThreads) {
-      const int p = i + thread;
-      const int tile = p / kWeightPieces;
-      const bool valid = tile < tiles_here;
-      const int64_t at =
-          (int64_t(first_tile + (valid ? tile : 0)) * plan.input_tiles + input_tile) * S::kTileBytes +
-          p % kWeightPieces * 16;
-      copy_async16(shared + p * 16, weight + at, valid);
-    }
-    const int first_group = group_of(input_tile * kTile);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 1 && !by_half) break;
-      const int group =
-          half == 0 ? first_group : min(group_of(input_tile * kTile + kTile / 2), int(a.groups) - 1);
-      const auto offset = [&](int tile) { return (int64_t(first_tile + tile) * a.groups + group) * kTile; };
-      constexpr int kScalePieces = kTile * 2 / 16, kZeroPieces = kTile / 16;
-      for (int p = thread; p < S::kTiles * kScalePieces; p += S::kGroupThreads) {
-        const bool valid = p / kScalePieces < tiles_here;
-        const T* const from = static_cast<const T*>(a.scales) + offset(valid ? p / kScalePieces : 0);
-        copy_async16(shared + S::kScalesAt + (half * S::kTiles * kScalePieces + p) * 16,
-                     from + p % kScalePieces * 8, valid);
-      }
-      if (a.zeros == nullptr) continue;
-      for (int p = thread; p < S::kTiles * kZeroPieces; p += S::kGroupThreads) {
-        const bool valid = p / kZeroPieces < tiles_here;
-        const uint8_t* const from = a.zeros + offset(valid ? p / kZeroPieces : 0);
-        copy_async16(shared + S::kZerosAt + (half * S::kTiles * kZeroPieces + p) * 16,
-                     from + p % kZeroPieces * 16, valid);
+    for (int i = 0; i < S::kTiles * kTilePieces; i += kThreads) {
+      const int tile = i / kTilePieces;
+      const unsigned char* const piece_from = from + tile * next_tile + i % kTilePieces * 16;
+      if constexpr (S::kTiles == 1) {
+        copy_async16(to + (i + thread) * 16, piece_from);
+      } else {
+        const bool valid = tile + (kTilesAtOnce == 1 ? 0 : thread / kTilePieces) < tiles_here;
+        copy_async16(to + (i + thread) * 16, valid ? piece_from : a.weight, valid);
       }
     }
-    const T* const x = static_cast<const T*>(a.x);
+    if (thread < S::kTiles * kScalePieces) {
 #pragma unroll
-    for (int i = 0; i < S::kTokens * 8; i += S::kGroupThreads) {
-      const int p = i + thread;
-      const int row = p / 8, token = piece.token_tile * S::kTokens + row,
-                input = input_tile * kTile + p % 8 * 8;
-      const bool valid = token < a.m && input < a.k;
-      copy_async16(shared + S::kTokensAt + row * (kTile * 2) + (p % 8 ^ (row & 7)) * 16,
-                   valid ? x + token * a.x_stride + input : x, valid);
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1 && !by_half) break;
+        const int group = min(group_of(input_tile * kTile + half * (kTile / 2)), int(a.groups) - 1) * kTile;
+        copy_async16(to + S::kScalesAt + (half * S::kTiles * kScalePieces + thread) * 16, scales + group);
+        if (a.zeros != nullptr && thread < S::kTiles * kZeroPieces) {
+          copy_async16(to + S::kZerosAt + (half * S::kTiles * kZeroPieces + thread) * 16, zeros + group);
+        }
+      }
+    }
+    const bool inside = input_tile * kTile + thread % 8 * 8 < int(a.k);
+    const int piece_at = thread / 8 * kRowBytes + (thread % 8 ^ (thread / 8 & 7)) * 16;
+#pragma unroll
+    for (int i = 0; i < S::kTokens; i += kRowsAtOnce) {
+      const bool valid = inside && i < tokens_here;
+      copy_async16(to + S::kTokensAt + i * kRowBytes + (piece_at ^ (i & 7) * 16),
+                   valid ? x + i * a.x_stride + input_tile * kTile : static_cast<const T*>(a.x), valid);
     }
   }
 };
@@ -185,14 +197,9 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::kWarpSlabs][S::kT
     for (int step = 0; step < kSteps; ++step) {
       if (step == 0 || (ByHalf && step == kSteps / 2)) {
         const int half = step / (kSteps / 2), at = (half * S::kTiles + tile) * kTile + lane / 4 * 8;
-        uint32_t zeros[2];
-        zeros[0] = zeros[1] = S::kBits == 4 ? 0x08080808u : 0x80808080u;
-        if (with_zeros) {
-          const auto z =
-              load_vector<uint32_t, 2>(reinterpret_cast<const uint32_t*>(stage + S::kZerosAt + at));
-          zeros[0] = z[0], zeros[1] = z[1];
-        }
-        slab_zero = slab_zeros<T, S::kBits>(zeros, slab);
+        uint32_t zeros = S::kBits == 4 ? 0x0808u : 0x8080u;
+        if (with_zeros) zeros = *reinterpret_cast<const uint16_t*>(stage + S::kZerosAt + at + 2 * slab);
+        slab_zero = slab_zeros<T, S::kBits>(zeros);
         const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage + S::kScalesAt + (at + 2 * slab) * 2);
         scale[0] = to_float(T{uint16_t(pair)});
         scale[1] = to_float(T{uint16_t(pair >> 16)});
@@ -281,19 +288,13 @@ __global__ void __launch_bounds__(S::kMaxThreads)
   const bool by_half = a.group_size % kTile != 0;
   const Cutting cutting(plan.row_tiles * plan.token_tiles * plan.input_tiles, int(gridDim.x));
   const int first = cutting.first(blockIdx.x), last = cutting.first(blockIdx.x + 1);
-  Piece piece;
-  piece.open(plan, first, last);
   Loader<S> loader{.a = a,
                    .plan = plan,
                    .ring = ring,
                    .thread = int(threadIdx.x) - split * S::kGroupThreads,
                    .split = split,
                    .last = last,
-                   .piece = piece,
                    .line = first};
-#pragma unroll 1
-  for (int i = 0; i < plan.stages - 1; ++i) loader.next(by_half);
-
   const auto sync_group = [] {
     if constexpr (S::kRowWarps == 1) {
       __syncwarp();
@@ -301,24 +302,33 @@ __global__ void __launch_bounds__(S::kMaxThreads)
       __syncthreads();
     }
   };
-  int stage = 0;
-  for (;;) {
-    float sums[S::kWarpSlabs][S::kTokenBlocks][4] = {};
+  Piece piece;
+  piece.open(plan, first, last);
+  float sums[S::kWarpSlabs][S::kTokenBlocks][4] = {};
+  int line = first, stage = 0;
+  int ahead = 1 - plan.stages;  // tiles under way, less those that fill the pipeline
 #pragma unroll 1
-    for (int line = piece.first; line < piece.end; line += plan.splits) {
+  for (;;) {
+    if (ahead == 0) {
       wait_for_stage(plan.stages);
       sync_group();  // all see the stage, and are done with the one before it
-      loader.next(by_half);
-      const unsigned char* const at = ring + stage * S::kStageBytes;
-      if (line + split < piece.end) {
-        if (by_half) {
-          multiply_tile<S, true>(sums, at, row_warp, a.zeros != nullptr, lane);
-        } else {
-          multiply_tile<S, false>(sums, at, row_warp, a.zeros != nullptr, lane);
-        }
-      }
-      stage = stage + 1 == plan.stages ? 0 : stage + 1;
     }
+    loader.next(by_half);
+    if (ahead < 0) {
+      ++ahead;
+      continue;
+    }
+    if (line + split < piece.end) {
+      const unsigned char* const at = ring + stage * S::kStageBytes;
+      if (by_half) {
+        multiply_tile<S, true>(sums, at, row_warp, a.zeros != nullptr, lane);
+      } else {
+        multiply_tile<S, false>(sums, at, row_warp, a.zeros != nullptr, lane);
+      }
+    }
+    stage = stage + 1 == plan.stages ? 0 : stage + 1;
+    line += plan.splits;
+    if (line < piece.end) continue;
 
     __syncthreads();  // the exchange of the last piece has been read
 #pragma unroll
@@ -328,6 +338,8 @@ __global__ void __launch_bounds__(S::kMaxThreads)
         const int fragment = (row_warp * S::kWarpSlabs + s) * S::kTokenBlocks + n;
         store_vector(exchange + ((split * S::kFragments + fragment) * kWarp + lane) * 4,
                      Vector<float, 4>{sums[s][n][0], sums[s][n][1], sums[s][n][2], sums[s][n][3]});
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[s][n][i] = 0;
       }
     }
     __syncthreads();
@@ -385,7 +397,8 @@ __global__ void __launch_bounds__(S::kMaxThreads)
       }
     }
     if (piece.end >= last) break;
-    piece.open(plan, piece.end, last);
+    line = piece.end;
+    piece.open(plan, line, last);
   }
   copy_async_wait<0>();
 }
