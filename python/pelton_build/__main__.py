@@ -29,6 +29,7 @@ COMMANDS = {
     "audit": ("audit", "check finished wheels against their plans"),
     "reproduce": ("reproduce", "build wheels a second time elsewhere, and compare the bytes"),
     "release": ("release", "check the tree and the tag of a release"),
+    "variants": ("variants", "make variant wheels of finished wheels"),
     "index": ("index", "make the static package index from wheels"),
 }
 """Subcommand: the module whose `main(arguments)` runs it, and what it does. Imported only when it is

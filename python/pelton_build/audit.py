@@ -54,6 +54,8 @@ from pelton_build.audit_sbom import check_sbom
 from pelton_build.errors import BuildError
 from pelton_build.fatbin import FatbinError
 from pelton_build.settings import environment
+from pelton_build.variants import FILE as VARIANT
+from pelton_build.variants import VariantError, properties_of, read_variant, split_file_name, variant_label
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,6 +85,7 @@ MODULES = tuple(
         "fatbin",
         "hipfat",
         "sbom",
+        "variants",
     )
 )
 """The files that decide what passes."""
@@ -184,8 +187,9 @@ def check_name(wheel: OpenedWheel) -> Iterator[Finding]:
         return Finding("name", file, str(found), str(needed))
 
     claims = wheel.claims
+    plain, _ = split_file_name(wheel.path.name)
     try:
-        name, version, build, tags = parse_wheel_filename(wheel.path.name)
+        name, version, build, tags = parse_wheel_filename(plain)
     except InvalidWheelFilename as error:
         yield finding(wheel.path.name, error, "a wheel's file name")
         return
@@ -202,7 +206,7 @@ def check_name(wheel: OpenedWheel) -> Iterator[Finding]:
     metadata_name = canonicalize_name(str(wheel.metadata.get("Name", "")))
     if metadata_name != name:
         yield finding(f"{wheel.dist_info}/METADATA", f"name {metadata_name or '(none)'}", f"name {name}")
-    stem = wheel.path.name.rsplit("-", 3)[0]
+    stem = plain.rsplit("-", 3)[0]
     if wheel.dist_info != f"{stem}.dist-info":
         yield finding(wheel.dist_info, wheel.dist_info, f"{stem}.dist-info")
     local = version.local or ""
@@ -230,6 +234,36 @@ def check_name(wheel: OpenedWheel) -> Iterator[Finding]:
     if str(wheel.wheel.get("Root-Is-Purelib", "")).lower() != "false":
         found = f"Root-Is-Purelib: {wheel.wheel.get('Root-Is-Purelib')}"
         yield finding(f"{wheel.dist_info}/WHEEL", found, "false: the wheel holds machine code")
+
+
+@check("variant", "a variant wheel, and no other, says what hardware it is for: what the profile says")
+def check_variant(wheel: OpenedWheel) -> Iterator[Finding]:
+    _, label = split_file_name(wheel.path.name)
+    file = f"{wheel.dist_info}/{VARIANT}"
+    there = file in wheel.names
+    if there != bool(label):
+        needed = (
+            "none: the file's name has no variant label" if there else f"the properties of variant {label}"
+        )
+        yield Finding("variant", file, "properties" if there else "none", needed)
+    if not there or not label:
+        return
+    expected = variant_label(wheel.claims.profile)
+    if label != expected:
+        yield Finding("variant", wheel.path.name, f"variant label {label}", f"{expected}, after the profile")
+    try:
+        found = read_variant(wheel.read(file), label, file)
+    except VariantError as error:
+        yield Finding("variant", file, "another content", str(error))
+        return
+    plan = wheel.info.get("plan", {})
+    needed_properties = properties_of(plan.get("variant", {}))
+    if found != needed_properties:
+        yield Finding("variant", file, str(found), f"{needed_properties}, as the build info says")
+    if wheel.claims.label:
+        yield Finding(
+            "variant", wheel.path.name, f"label {wheel.claims.label}", "no label in a variant wheel's version"
+        )
 
 
 @check("metadata", "Requires-Python, the torch floor and the license are stated")

@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Offer", "Release", "front_page", "hardware_text"]
+__all__ = ["MainIndex", "Offer", "Release", "front_page", "hardware_text"]
 
 URL_STAND_IN = "INDEX"
 """What stands for the index's address in commands when nobody told it."""
@@ -82,6 +82,15 @@ class Offer:
         return (usable or self.releases)[-1]
 
 
+@dataclass(frozen=True)
+class MainIndex:
+    """The index simple/: the baseline's wheels, and variant wheels for installers that choose by themselves."""
+
+    version: str  # the newest
+    variants: tuple[str, ...] = ()  # profiles that have variant wheels of this version
+    has_select: bool = False  # whether it has a command that says which wheel is for a machine
+
+
 def hardware_text(backend: str, archs: Iterable[str]) -> str:
     """What a person compares with the machine: "compute capability 9.0", "gfx90a", "x86-64-v3".
 
@@ -98,7 +107,9 @@ def hardware_text(backend: str, archs: Iterable[str]) -> str:
     return f"compute capability {', '.join(texts)}"
 
 
-def front_page(project: str, offers: Sequence[Offer], baseline: str, url: str) -> str:
+def front_page(
+    project: str, offers: Sequence[Offer], baseline: str, url: str, main: MainIndex | None = None
+) -> str:
     """The page.  ``url`` is the index's own address for the commands, "" when it is not known."""
     base = url.rstrip("/") or URL_STAND_IN
     by_backend: dict[str, list[Offer]] = {}
@@ -120,6 +131,8 @@ def front_page(project: str, offers: Sequence[Offer], baseline: str, url: str) -
     ]
     if not url:
         lines.append(f"    <p><code>{URL_STAND_IN}</code> stands for the address of this page.</p>")
+    if main is not None:
+        lines += _main_section(project, main, base)
     for backend, (title, question, command) in _sections(by_backend).items():
         lines += [
             f'    <section id="{backend}">',
@@ -132,6 +145,29 @@ def front_page(project: str, offers: Sequence[Offer], baseline: str, url: str) -
         lines.append("    </section>")
     lines += ["  </body>", "</html>", ""]
     return "\n".join(lines)
+
+
+def _main_section(project: str, main: MainIndex, base: str) -> list[str]:
+    name, index = html.escape(project), html.escape(f"{base}/simple/")
+    lines = ['    <section id="choose">', "    <h2>Let a program choose</h2>"]
+    if main.has_select:
+        lines += [
+            "    <p>Prints the command for this machine. It needs nothing but Python:</p>",
+            f"    <pre><code>pip install --no-deps --index-url {index} {name}</code></pre>",
+            f"    <pre><code>{name}-select --index {html.escape(base)}</code></pre>",
+        ]
+    if main.variants:
+        lines += [
+            "    <p>Or have uv choose while it installs (experimental, wheel variants). It knows of"
+            f" {html.escape(', '.join(main.variants))}; uv does not look for AMD GPUs:</p>",
+            "    <pre><code>uv pip install --preview-features wheel-variants --index"
+            f" {index} {name}</code></pre>",
+        ]
+    lines.append(
+        f'    <p>Index: <a href="simple/">{index}</a>, the wheel that runs on most machines, version'
+        f" {html.escape(main.version)}.</p>"
+    )
+    return [*lines, "    </section>"]
 
 
 def _sections(by_backend: Mapping[str, object]) -> dict[str, tuple[str, str, str]]:

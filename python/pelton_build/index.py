@@ -3,10 +3,11 @@
 Layout below the output folder; every link is relative, so the folder works on any static host and below any path::
 
     wheels/<hash>/<wheel>, <wheel>.metadata            each wheel once, with its METADATA beside it (PEP 658, 714)
+    wheels/<hash>/<project>-<version>-variants.json    for which machine each variant wheel of a version is
     p/<profile>/simple/<project>/index.html, .json     one index for each profile (PEP 503, 691, 700)
     p/<profile>.<features>/simple/...                  a wheel built with another feature set has an index of its own
     simple/...                                         the baseline profile's wheels without label, for a machine
-                                                       nothing is known of
+                                                       nothing is known of, and the variant wheels
     index.html                                         helps a person to choose (front_page)
 
 Installers take the highest local version label, so one index never holds two labels of one version.  Nothing is
@@ -39,19 +40,29 @@ from typing import Any
 
 from pelton_build import audit
 from pelton_build.errors import BuildError
-from pelton_build.front_page import Offer, Release, front_page
+from pelton_build.front_page import MainIndex, Offer, Release, front_page
 from pelton_build.planning import project_root
 from pelton_build.profile import profile_names
 from pelton_build.project import load_project
 from pelton_build.toml import parse_toml, read_text
 from pelton_build.values import did_you_mean
+from pelton_build.variants import (
+    FILE as VARIANT,
+)
+from pelton_build.variants import (
+    Properties,
+    document_text,
+    read_variant,
+    same_properties,
+    split_file_name,
+)
 
 __all__ = ["IndexBuildError", "IndexReport", "WheelEntry", "build_index", "main", "plan_pages", "read_wheel"]
 
 logger = logging.getLogger(__name__)
 
 STATE = ".index-state.json"  # a cache of what was read from unchanged wheels; deleting it only costs time
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 CLOCK_SKEW = 300  # seconds that a wheel's time may lie ahead of the clock
 
 
@@ -76,6 +87,10 @@ class WheelEntry:
     summary: str  # of the profile
     backend: str
     archs: tuple[str, ...]
+    source: str = ""  # digest of what it was built from
+    variant: str = ""  # label of a variant wheel
+    properties: Properties = field(default_factory=dict)  # what a variant wheel needs of a machine
+    has_select: bool = False  # whether it has a command <project>-select
     yanked: str | None = None  # the reason
 
     @property
@@ -124,6 +139,15 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         requires_python = str(wheel.metadata.get("Requires-Python", ""))
         name = canonicalize_name(str(wheel.metadata["Name"]))
         version = str(wheel.metadata["Version"])
+        source = str(wheel.info.get("source_digest", ""))
+        variant = split_file_name(path.name)[1]
+        properties: Properties = {}
+        if variant:
+            properties = read_variant(wheel.read(f"{wheel.dist_info}/{VARIANT}"), variant, str(path))
+        scripts = f"{wheel.dist_info}/entry_points.txt"
+        has_select = scripts in wheel.names and f"{name}-select" in wheel.read(scripts).decode(
+            errors="replace"
+        )
     status = path.stat()
     if status.st_mtime > time.time() + CLOCK_SKEW:
         raise IndexBuildError(
@@ -143,6 +167,10 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         summary=summary,
         backend=backend,
         archs=archs,
+        source=source,
+        variant=variant,
+        properties=properties,
+        has_select=has_select,
     )
     return entry, metadata
 
@@ -179,7 +207,8 @@ def _sha256_file(path: Path) -> str:
 def plan_pages(entries: Iterable[WheelEntry], baseline: str) -> dict[str, tuple[WheelEntry, ...]]:
     """Which wheels each index holds: folder of the index -> entries, oldest version first.
 
-    Raises IndexBuildError when two labels of one version would be on one index.
+    Raises IndexBuildError when two labels of one version would be on one index, or variant wheels would be there that
+    do not belong together.
     """
     from packaging.version import Version
 
@@ -187,7 +216,7 @@ def plan_pages(entries: Iterable[WheelEntry], baseline: str) -> dict[str, tuple[
     for entry in entries:
         if entry.place:
             pages.setdefault(f"p/{entry.place}/simple", []).append(entry)
-        elif entry.profile == baseline:
+        elif entry.profile == baseline or entry.variant:
             pages.setdefault("simple", []).append(entry)
         else:
             raise IndexBuildError(
@@ -203,10 +232,73 @@ def plan_pages(entries: Iterable[WheelEntry], baseline: str) -> dict[str, tuple[
                     f"{page}/: {other.file_name} and {entry.file_name} are two labels of version "
                     f"{entry.public_version}, and installers would take the higher one on every machine; remove one"
                 )
+    _check_variants(pages.get("simple", ()))
     return {
         page: tuple(sorted(held, key=lambda e: (e.project, Version(e.version), e.file_name)))
         for page, held in sorted(pages.items())
     }
+
+
+def _check_variants(entries: Iterable[WheelEntry]) -> None:
+    """Raises IndexBuildError for variant wheels that installers could not choose rightly among."""
+    by_version: dict[tuple[str, str], list[WheelEntry]] = {}
+    for entry in entries:
+        by_version.setdefault((entry.project, entry.version), []).append(entry)
+    for (_, version), held in by_version.items():
+        variants = [entry for entry in held if entry.variant]
+        plain = next((entry for entry in held if not entry.variant), None)
+        if not variants:
+            continue
+        if plain is None:
+            raise IndexBuildError(
+                f"{variants[0].file_name}: simple/ has no wheel of version {version} without variant label, and installers "
+                "that know nothing of variants would take an older version; add the baseline profile's"
+            )
+        for entry in variants:
+            if entry.source != plain.source:
+                raise IndexBuildError(
+                    f"{entry.file_name} was not built from the sources of {plain.file_name}; build both again"
+                )
+        if alike := same_properties((entry.variant, entry.properties) for entry in variants):
+            raise IndexBuildError(
+                f"simple/: variants {' and '.join(alike)} of version {version} are for the same machines; remove one"
+            )
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file of an index beside its wheels: the variants of one version."""
+
+    project: str
+    file_name: str
+    text: str
+    upload_time: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def location(self) -> str:
+        """Where it lies below the output folder: named after its content, as an older page may still link to another."""
+        return f"wheels/{self.sha256[:16]}/{self.file_name}"
+
+
+def documents_of(entries: Iterable[WheelEntry]) -> tuple[Document, ...]:
+    """The variants.json of each version that has variant wheels."""
+    by_version: dict[tuple[str, str], list[WheelEntry]] = {}
+    for entry in entries:
+        if entry.variant:
+            by_version.setdefault((entry.project, entry.version), []).append(entry)
+    return tuple(
+        Document(
+            project=project,
+            file_name=f"{'-'.join(held[0].file_name.split('-')[:2])}-variants.json",
+            text=document_text({entry.variant: entry.properties for entry in held}),
+            upload_time=max(entry.upload_time for entry in held),
+        )
+        for (project, _), held in by_version.items()
+    )
 
 
 def apply_yanks(entries: Sequence[WheelEntry], yanks: Mapping[str, str]) -> list[WheelEntry]:
@@ -241,14 +333,16 @@ def read_yanks(path: Path) -> dict[str, str]:
 # --- pages ---
 
 
-def link(entry: WheelEntry, page: str) -> str:
-    """Relative URL of the wheel from the project page of the index `page`; the plus sign is escaped, as some stores
+def link(entry: WheelEntry | Document, page: str) -> str:
+    """Relative URL of the file from the project page of the index `page`; the plus sign is escaped, as some stores
     read it as a blank."""
     up = "../" * (page.count("/") + 2)
     return f"{up}{urllib.parse.quote(entry.location)}"
 
 
-def project_html(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
+def project_html(
+    page: str, project: str, entries: Sequence[WheelEntry], documents: Sequence[Document] = ()
+) -> str:
     """PEP 503 page of one project, with the attributes of PEP 592, 658 and 714.
 
     The metadata's attribute has its new name alone: pip before 23.1 reads the old one and then refuses a project that
@@ -266,10 +360,15 @@ def project_html(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
             attributes["data-yanked"] = entry.yanked
         text = " ".join(f'{name}="{html.escape(value)}"' for name, value in attributes.items())
         lines.append(f"    <a {text}>{html.escape(entry.file_name)}</a><br>")
+    for document in documents:
+        href = html.escape(f"{link(document, page)}#sha256={document.sha256}")
+        lines.append(f'    <a href="{href}">{html.escape(document.file_name)}</a><br>')
     return _page(f"Links for {project}", lines)
 
 
-def project_json(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
+def project_json(
+    page: str, project: str, entries: Sequence[WheelEntry], documents: Sequence[Document] = ()
+) -> str:
     """PEP 691 document of one project, API version 1.1 (PEP 700)."""
     files = []
     for entry in entries:
@@ -285,6 +384,16 @@ def project_json(page: str, project: str, entries: Sequence[WheelEntry]) -> str:
         if entry.requires_python:
             description["requires-python"] = entry.requires_python
         files.append(description)
+    for beside in documents:
+        files.append(
+            {
+                "filename": beside.file_name,
+                "url": link(beside, page),
+                "hashes": {"sha256": beside.sha256},
+                "size": len(beside.text.encode()),
+                "upload-time": beside.upload_time,
+            }
+        )
     document = {
         "meta": {"api-version": "1.1"},
         "name": project,
@@ -326,18 +435,22 @@ def _page(title: str, lines: Iterable[str]) -> str:
 
 
 def pages_of(plan: Mapping[str, Sequence[WheelEntry]]) -> dict[str, str]:
-    """All pages: path relative to the output folder -> text.  Project pages come before the pages that list them."""
+    """All pages: path relative to the output folder -> text.  What a page links to comes before it."""
+    beside: dict[str, str] = {}
     projects: dict[str, str] = {}
     roots: dict[str, str] = {}
     for page, entries in plan.items():
         names = sorted({entry.project for entry in entries})
         for name in names:
             held = [entry for entry in entries if entry.project == name]
-            projects[f"{page}/{name}/index.json"] = project_json(page, name, held)
-            projects[f"{page}/{name}/index.html"] = project_html(page, name, held)
+            documents = documents_of(held)
+            for document in documents:
+                beside[document.location] = document.text
+            projects[f"{page}/{name}/index.json"] = project_json(page, name, held, documents)
+            projects[f"{page}/{name}/index.html"] = project_html(page, name, held, documents)
         roots[f"{page}/index.json"] = root_json(names)
         roots[f"{page}/index.html"] = root_html(names)
-    return {**projects, **roots}
+    return {**beside, **projects, **roots}
 
 
 def offers_of(plan: Mapping[str, Sequence[WheelEntry]]) -> list[Offer]:
@@ -361,6 +474,20 @@ def offers_of(plan: Mapping[str, Sequence[WheelEntry]]) -> list[Offer]:
         )
         offers.append(Offer(latest.place, latest.summary, latest.backend, latest.archs, releases))
     return offers
+
+
+def main_index_of(plan: Mapping[str, Sequence[WheelEntry]]) -> MainIndex | None:
+    """What the front page says of simple/."""
+    held = [entry for entry in plan.get("simple", ()) if entry.yanked is None]
+    plain = [entry for entry in held if not entry.variant]
+    if not plain:
+        return None
+    newest = plain[-1]
+    return MainIndex(
+        version=newest.version,
+        variants=tuple(entry.profile for entry in held if entry.variant and entry.version == newest.version),
+        has_select=newest.has_select,
+    )
 
 
 # --- writing ---
@@ -485,7 +612,9 @@ def _build_index(
 
     plan = plan_pages(apply_yanks(list(entries.values()), yanks), baseline)
     pages = pages_of(plan)
-    pages["index.html"] = front_page(next(iter(entries.values())).project, offers_of(plan), baseline, url)
+    pages["index.html"] = front_page(
+        next(iter(entries.values())).project, offers_of(plan), baseline, url, main_index_of(plan)
+    )
 
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):

@@ -160,6 +160,8 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "metadata without a version": (
         lambda: GOOD.but(metadata=GOOD.metadata.replace("Version: {version}\n", "")), "name", "METADATA", "(none)"),
     "build info of another version": (lambda: GOOD.with_info(version="0.1.1+cpu.avx2"), "name", "_build_info.json", "0.1.1"),
+    "variant label without properties": (
+        lambda: GOOD.but(file_name="pelton-0.1.0+cpu.avx2-py3-none-manylinux_2_28_x86_64-cpu_avx2.whl"), "variant", "variant.json", "none"),
     "build info without label": (lambda: GOOD.with_info(label=""), "name", ".whl", "label cpu.avx2"),
     "build info of another label": (lambda: GOOD.with_info(label="cpu.avx512"), "name", ".whl", "cpu.avx2"),
     "renamed platform tag": (
