@@ -341,6 +341,32 @@ else:
 
 
 @nox.session(tags=["wheels"])
+def variants(session: nox.Session) -> None:
+    """Make the main index's wheels, dist/simple/: the baseline without label, and variant wheels: -- [PROFILE...].
+
+    Without profiles: those that dist/ has a wheel of these sources of. Nothing is compiled again: a wheel without label
+    is packed in the build folder of the labelled one, and has to be equal to it.
+    """
+    baseline = load_project(ROOT).baseline_profile
+    plans = {}
+    for name in dict.fromkeys([baseline, *(session.posargs or profile_names(ROOT))]):
+        try:
+            plan = make_plan(ROOT, settings_of(name, (), ()))
+        except BuildError as error:
+            session.error(str(error))
+        if name == baseline or session.posargs or releases.is_fresh(ROOT, place_of_wheel(plan), plan.package):
+            plans[name] = plan
+    for name, plan in plans.items():
+        labelled = fresh_wheel(session, plan)
+        build(session, name, ("-C", "label=off", "-C", "cmake.fresh=false"))
+        plain = place_of_wheel(make_plan(ROOT, settings_of(name, (), ("label=off",))))
+        session.run(
+            "python", "-m", "pelton_build", "variants", str(plain), "--of", str(labelled),
+            "--out", str(ROOT / "dist" / "simple"), env=LIBRARIES,
+        )  # fmt: skip
+
+
+@nox.session(tags=["wheels"])
 def index(session: nox.Session) -> None:
     """Make the static package index of the wheels in dist/: -- [--out site] [WHEEL_OR_FOLDER...]."""
     session.install(*group("audit"))
