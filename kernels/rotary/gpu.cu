@@ -7,10 +7,9 @@
 namespace pelton::gpu {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kHeads = 2;  // of a thread, under way together
+constexpr int kMaxThreads = 256;
 // With fewer tokens than these, all heads of a token are under way together.
-constexpr int64_t kManyTokens = 512;
+constexpr int64_t kManyTokens = 1024;
 
 // N pairs of a head in two vectors: the first elements in one and the second in the other, or neighbours of
 // the same vector when interleaved. (One pair in two vectors of one element is the same either way.)
@@ -51,8 +50,9 @@ __device__ __forceinline__ void load_angles(float (&to)[N], const float* from, i
   }
 }
 
-template <class T, int N, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads) rotary_kernel(const RotaryArgs a, int64_t tokens) {
+// A thread has kHeads heads under way together.
+template <class T, int N, bool kInterleaved, int kHeads>
+__global__ void __launch_bounds__(kMaxThreads) rotary_kernel(const RotaryArgs a, int64_t tokens) {
   const int64_t token = int64_t(blockIdx.x) * blockDim.z + threadIdx.z;
   if (token >= tokens) return;
   const int half = int(a.rotary_dim / 2), query_heads = int(a.query.heads),
@@ -92,20 +92,35 @@ __global__ void __launch_bounds__(kThreads) rotary_kernel(const RotaryArgs a, in
   }
 }
 
-template <class T, int N>
-void launch(const RotaryArgs& a, int64_t tokens, cudaStream_t stream) {
-  const int64_t heads = a.query.heads + a.key.heads, most = tokens < kManyTokens ? kThreads : 8;
-  const int x = int(std::min<int64_t>(ceil_div<int64_t>(a.rotary_dim / 2, N), kThreads));
-  const int y =
-      int(std::min<int64_t>(ceil_div<int64_t>(heads, kHeads), std::min<int64_t>(most, kThreads / x)));
-  const int z = std::min(kThreads / (x * y), 64);
+// Blocks of `threads` threads, of which at most `most` lie beside each other over the heads.
+template <class T, int N, int kHeads>
+void launch(const RotaryArgs& a, int64_t tokens, int threads, int most, cudaStream_t stream) {
+  const int64_t heads = a.query.heads + a.key.heads;
+  const int x = int(std::min<int64_t>(ceil_div<int64_t>(a.rotary_dim / 2, N), threads));
+  const int y = int(std::min<int64_t>(ceil_div<int64_t>(heads, kHeads), std::min(most, threads / x)));
+  const int z = std::min(threads / (x * y), 64);
   const dim3 block(x, y, z);
   const unsigned grid = grid_size(ceil_div<int64_t>(tokens, z));
   if (a.interleaved) {
-    rotary_kernel<T, N, true><<<grid, block, 0, stream>>>(a, tokens);
+    rotary_kernel<T, N, true, kHeads><<<grid, block, 0, stream>>>(a, tokens);
   } else {
-    rotary_kernel<T, N, false><<<grid, block, 0, stream>>>(a, tokens);
+    rotary_kernel<T, N, false, kHeads><<<grid, block, 0, stream>>>(a, tokens);
   }
+}
+
+// The measured best: several heads a thread where the vectors of a head leave lanes of a warp without a
+// neighbour in the same line of memory.
+template <class T, int N>
+void launch(const RotaryArgs& a, int64_t tokens, cudaStream_t stream) {
+  constexpr int kFewThreads = 128, kFewRows = 8;
+  const bool many = tokens >= kManyTokens;
+  if constexpr (N > 1) {
+    const int64_t vectors = a.rotary_dim / 2 / N;
+    if (many && (vectors & (vectors - 1)) == 0)
+      return launch<T, N, 1>(a, tokens, kFewThreads, kFewRows, stream);
+    if (many) return launch<T, N, 8>(a, tokens, kFewThreads, kFewRows, stream);
+  }
+  launch<T, N, 2>(a, tokens, kMaxThreads, many ? kFewRows : kMaxThreads, stream);
 }
 
 }  // namespace

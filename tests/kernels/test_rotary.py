@@ -71,6 +71,15 @@ def test_shapes(num_tokens: int, num_heads: int, num_kv_heads: int, interleaved:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("head_size", [32, 48])  # vectors of a head that are a power of two, and others
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 2), (1, 1)])
+def test_many_tokens(num_heads: int, num_kv_heads: int, head_size: int, interleaved: bool) -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(1025, heads, head_size).bfloat16() for heads in (num_heads, num_kv_heads))
+    check(query, key, torch.randint(0, 64, (1025,)), table(64, head_size), interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_of_a_qkv_buffer(dtype: torch.dtype, interleaved: bool) -> None:
     torch.manual_seed(0)
