@@ -11,6 +11,7 @@ from typing import Any
 
 from .planning import project_root
 from .profile import check_own_label, load_profile, profile_names
+from .project import load_project
 
 __all__ = ["main", "matrix"]
 
@@ -18,6 +19,7 @@ __all__ = ["main", "matrix"]
 def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
     """`{"include": [row, ...]}`, sorted by profile. Raises ProfileError: a broken profile must not be left
     out, and two with one label would make wheels of one name."""
+    baseline = load_project(root).baseline_profile
     rows = []
     for name in profile_names(root):
         profile = load_profile(root, name)
@@ -32,6 +34,7 @@ def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
                 "container": profile.ci.container,
                 "packages": " ".join(profile.ci.packages),
                 "run": profile.ci.run,
+                "baseline": name == baseline,
                 "timeout_minutes": profile.ci.timeout_minutes,
             }
         )

@@ -177,7 +177,8 @@ def copy_tree(target: Path) -> Path:
     """The deciding half of the project, with empty kernel sources."""
     for name in ("build_profiles", "python/pelton_build"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("noxfile.py", "pyproject.toml"):
+    (target / "docs").mkdir()
+    for name in ("noxfile.py", "pyproject.toml", "docs/tables.py"):
         shutil.copy(ROOT / name, target / name)
     (target / "kernels").mkdir()
     shutil.copy(ROOT / "kernels/kernels.toml", target / "kernels/kernels.toml")

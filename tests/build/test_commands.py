@@ -314,6 +314,16 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 # --- a new profile: one file, no other edit --------------------------------------------------------------------------
 
 
+def documented(tree: Path) -> str:
+    """The documentation's table of profiles, of the files in this tree."""
+    program = "import sys; sys.path[:0] = sys.argv[1:]; import tables; print(*tables.profiles(), sep=chr(10))"
+    folders = (str(tree / "docs"), str(tree / "python"))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *folders], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
 def test_dropping_in_a_profile_is_enough(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {
         path: path.read_bytes()
@@ -343,6 +353,9 @@ def test_dropping_in_a_profile_is_enough(tree: Path, capsys: pytest.CaptureFixtu
     presets = json.loads((tree / PRESETS).read_text())
     names = {preset["name"] for preset in presets["configurePresets"] if not preset.get("hidden")}
     assert names == set(profile_names(tree)) and "cuda-sm89" in names
+
+    assert "cuda-sm89" not in documented(plan_cases.ROOT)
+    assert "| `cuda-sm89` | NVIDIA Ada: L4, L40S, RTX 4090 | `sm_89` |" in documented(tree)
 
     checked = nox(tree, "-s", "schema", "--", "--check")
     assert checked.returncode == 0, checked.stderr

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import plan_cases
 from pelton_build import audit
+from pelton_build.matrix import matrix
 from pelton_build.planning import make_plan
 from pelton_build.profile import profile_names
 
@@ -143,15 +145,67 @@ def test_workflows_pin_actions_and_limit_jobs() -> None:
         )
 
 
+def workflow(name: str) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    made: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+    return made
+
+
+def jobs_before(jobs: dict[str, Any], name: str) -> set[str]:
+    """The jobs that have to end well before this one begins."""
+    needs = jobs[name].get("needs", [])
+    direct = {needs} if isinstance(needs, str) else set(needs)
+    return direct.union(*(jobs_before(jobs, other) for other in direct))
+
+
+def test_nothing_is_published_but_audited_files_of_a_tag() -> None:
+    jobs = workflow("release.yml")["jobs"]
+    publishing = {
+        name
+        for name, job in jobs.items()
+        if "write" in job.get("permissions", {}).values() or "write-all" in str(job.get("permissions"))
+    }
+    assert publishing == {"attest", "sbom", "publish", "registry", "pages"}
+    for name in publishing:
+        assert jobs[name]["if"] == "github.ref_type == 'tag'", name
+        assert {"plan", "wheels", "index"} <= jobs_before(jobs, name), name
+    assert {"sdist", "attest", "sbom"} <= jobs_before(jobs, "registry") & jobs_before(jobs, "pages")
+    steps = [step.get("run", "") for step in jobs["index"]["steps"]]
+    audit, made = steps.index("nox -s audit"), steps.index("nox -s index")
+    assert audit < made
+
+
+def test_the_registry_gets_files_without_label_and_no_password() -> None:
+    job = workflow("release.yml")["jobs"]["registry"]
+    assert job["permissions"] == {"id-token": "write"}
+    download, publish = job["steps"]
+    assert download["with"]["pattern"] == "{unlabelled,sdist}"
+    assert publish["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert "password" not in publish.get("with", {})
+
+
+def test_no_workflow_keeps_a_cache_or_a_secret() -> None:
+    """What one run compiled is not what another releases, and there is nothing to steal."""
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        text = path.read_text()
+        assert "actions/cache" not in text and "cache:" not in text, path.name
+        assert "secrets." not in text, path.name
+
+
+def test_ci_installs_what_the_profiles_images_need() -> None:
+    """.ci/run builds a wheel for AMD GPUs on a bare Debian: with the packages that the profiles name."""
+    script = (ROOT / ".ci" / "run").read_text()
+    packages = {package for row in matrix(ROOT)["include"] for package in row["packages"].split()}
+    assert packages
+    assert [
+        package for package in packages if not re.search(rf"[(\s]{re.escape(package)}[)\s]", script)
+    ] == []
+
+
 def test_one_version_of_cibuildwheel() -> None:
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     (version,) = set(re.findall(r"cibuildwheel==([\d.]+)", text))
     assert f'"cibuildwheel=={version}"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_profiles_are_documented() -> None:
-    text = (ROOT / "docs" / "profiles.md").read_text()
-    assert [name for name in profile_names(ROOT) if f"`{name}`" not in text] == []
 
 
 def test_the_described_machines_of_the_documents_are_valid(tmp_path: Path) -> None:
