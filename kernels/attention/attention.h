@@ -77,9 +77,9 @@ int attention(const AttentionArgs& args, void* stream);  // chooses among the fo
 // Any dtype, head size and alignment, without matrix instructions (gpu.cu).
 int attention_portable(const AttentionArgs& args, void* stream);
 
-// mma.sync, sm_80 and later (decode.cuh, gpu_prefill.cu): fp16 and bf16, cache of the query's dtype, head
-// sizes that are multiples of 8.
-bool attention_mma_fits(const AttentionArgs& args);
+// The following take fp16 and bf16, a cache of the query's dtype and head sizes that are multiples of 8.
+//
+// mma.sync, sm_80 and later (decode.cuh, gpu_prefill.cu).
 int attention_decode(const AttentionArgs& args, AttentionShare share, void* stream);
 int attention_prefill(const AttentionArgs& args, AttentionShare share, void* stream);
 
@@ -87,6 +87,11 @@ int attention_prefill(const AttentionArgs& args, AttentionShare share, void* str
 // strides and alignment, not at the device, which the caller knows to be of compute capability 9.0.
 bool attention_sm90_fits(const AttentionArgs& args);
 int attention_prefill_sm90(const AttentionArgs& args, AttentionShare share, void* stream);
+
+// MFMA of CDNA, WMMA of RDNA 3 (gpu_decode_amd.cu, gpu_prefill_amd.cu). On GPUs without such instructions
+// these kernels do what the portable one does.
+int attention_decode_amd(const AttentionArgs& args, AttentionShare share, void* stream);
+int attention_prefill_amd(const AttentionArgs& args, AttentionShare share, void* stream);
 
 }  // namespace gpu
 

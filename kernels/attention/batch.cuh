@@ -31,6 +31,19 @@ __device__ __forceinline__ int first_visible(const AttentionArgs& a, int positio
   return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
+// The rows of a tile: queries x heads of the group.
+struct RowTile {
+  Sequence sequence;
+  int index, kv_head, group, first_row, num_rows;
+
+  __device__ int query(int row) const {
+    const int q = (first_row + row) / group;
+    return q < sequence.num_queries ? q : sequence.num_queries - 1;
+  }
+  __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
+  __device__ int position(int row) const { return sequence.position(query(row)); }
+};
+
 // Finds where in the batch a piece of work lies, when sequence s is count(s) pieces on one line. All threads
 // of a block count together.
 template <int Threads>

@@ -9,7 +9,7 @@ namespace {
 // One block a query and head. The sequence of a row is found by bisection of query_start_loc.
 template <class Q, class C>
 __global__ void __launch_bounds__(kPortableThreads) portable_kernel(const AttentionArgs a) {
-  __shared__ PortableShared shared;
+  __shared__ PortableShared<> shared;
   const int64_t row = blockIdx.x;
   int64_t low = 0, high = a.num_seqs;  // the last sequence that begins at `row` or before lies in [low, high)
   while (high - low > 1) {
@@ -34,14 +34,12 @@ int attention_portable(const AttentionArgs& args, void* stream) {
   return launch_result();
 }
 
-#ifdef PELTON_ROCM
-int64_t attention_workspace_size(int64_t) { return 0; }
-#else
-bool attention_mma_fits(const AttentionArgs& a) {
+// What all kernels with matrix instructions want.
+static bool attention_matrix_fits(const AttentionArgs& a) {
   const auto pairs = [](const void* p, int64_t token_stride, int64_t head_stride) {
     return address(p) % 4 == 0 && token_stride % 2 == 0 && head_stride % 2 == 0;
   };
-  // The decode kernel counts tiles of 16 positions in 32 bits.
+  // The decode kernels count tiles of 16 positions in 32 bits.
   const double tiles =
       double(a.num_seqs) * double(a.max_blocks * a.block_size / 16 + 1) * double(a.num_heads);
   return a.dtype != DType::f32 && a.cache_dtype == a.dtype && a.head_size % 8 == 0 &&
@@ -52,29 +50,41 @@ bool attention_mma_fits(const AttentionArgs& a) {
 }
 
 static int start_prefill(const AttentionArgs& a, AttentionShare share, void* stream) {
+#if defined(PELTON_ROCM)
+  return attention_prefill_amd(a, share, stream);
+#else
+#ifdef PELTON_EMULATION
+  if (emulation::wanted_wave() != 0) return attention_prefill_amd(a, share, stream);
+#endif
 #ifdef PELTON_HAS_SM90
   if (device_properties().compute_capability == 90 && attention_sm90_fits(a)) {
     return attention_prefill_sm90(a, share, stream);
   }
 #endif
   return attention_prefill(a, share, stream);
-}
 #endif
+}
+static int start_decode(const AttentionArgs& a, AttentionShare share, void* stream) {
+#if defined(PELTON_ROCM)
+  return attention_decode_amd(a, share, stream);
+#else
+#ifdef PELTON_EMULATION
+  if (emulation::wanted_wave() != 0) return attention_decode_amd(a, share, stream);
+#endif
+  return attention_decode(a, share, stream);
+#endif
+}
 
 int attention(const AttentionArgs& a, void* stream) {
   if (a.num_tokens == 0 || a.num_seqs == 0 || a.num_heads == 0 || a.max_blocks == 0 || a.num_blocks == 0)
     return 0;
-#ifndef PELTON_ROCM
-  if (attention_mma_fits(a)) {
-    if (a.num_tokens <= a.num_seqs) return attention_decode(a, AttentionShare::all, stream);
-    // One sequence of many queries is nothing for the decode kernel.
-    const bool both = a.num_seqs > 1 || attention_decodes(a.num_tokens, a.num_heads / a.num_kv_heads);
-    const AttentionShare share = both ? AttentionShare::prefill : AttentionShare::all;
-    if (const int error = start_prefill(a, share, stream)) return error;
-    return both ? attention_decode(a, AttentionShare::decode, stream) : 0;
-  }
-#endif
-  return attention_portable(a, stream);
+  if (!attention_matrix_fits(a)) return attention_portable(a, stream);
+  if (a.num_tokens <= a.num_seqs) return start_decode(a, AttentionShare::all, stream);
+  // One sequence of many queries is nothing for the decode kernel.
+  const bool both = a.num_seqs > 1 || attention_decodes(a.num_tokens, a.num_heads / a.num_kv_heads);
+  const AttentionShare share = both ? AttentionShare::prefill : AttentionShare::all;
+  if (const int error = start_prefill(a, share, stream)) return error;
+  return both ? start_decode(a, AttentionShare::decode, stream) : 0;
 }
 
 }  // namespace pelton::gpu

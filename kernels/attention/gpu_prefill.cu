@@ -24,19 +24,6 @@ struct PrefillShape {
   static constexpr int kBlocksAtOnce = 2;  // on a multiprocessor
 };
 
-// The rows of a tile: queries x heads of the group.
-struct RowTile {
-  Sequence sequence;
-  int index, kv_head, group, first_row, num_rows;
-
-  __device__ int query(int row) const {
-    const int q = (first_row + row) / group;
-    return q < sequence.num_queries ? q : sequence.num_queries - 1;
-  }
-  __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
-  __device__ int position(int row) const { return sequence.position(query(row)); }
-};
-
 template <class S>
 __device__ __forceinline__ void load_queries(const AttentionArgs& a, const RowTile& rows,
                                              typename S::T* tile) {
@@ -314,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
   int any = 0;
   for (int w = 0; w < kWarps; ++w) any |= not_finite[w];
   if (any == 0) return;
-  PortableShared& shared = *reinterpret_cast<PortableShared*>(keys);
+  PortableShared<>& shared = *reinterpret_cast<PortableShared<>*>(keys);
   for (int row = 0; row < rows.num_rows; ++row) {
     attend_portable<T, T>(a, shared, rows.index, rows.sequence, rows.query(row), rows.head(row));
   }
@@ -322,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
 
 template <class S>
 int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
-  static_assert(S::kSharedBytes - S::kRows * S::D * 2 >= int(sizeof(PortableShared)));
+  static_assert(S::kSharedBytes - S::kRows * S::D * 2 >= int(sizeof(PortableShared<>)));
   const int64_t group = a.num_heads / a.num_kv_heads;
   // A sequence that is not decode work has at least this many queries.
   const int64_t least = share == AttentionShare::prefill ? std::max<int64_t>(2, kDecodeRows / group + 1) : 1;

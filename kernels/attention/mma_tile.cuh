@@ -1,7 +1,7 @@
 // Tiles of keys and values in shared memory as the matrix instructions read them.
 #pragma once
 #include "../common/mma.cuh"
-#include "batch.cuh"
+#include "scores.cuh"
 
 namespace pelton::gpu {
 
@@ -66,29 +66,5 @@ __device__ __forceinline__ void load_columns_b(uint32_t (&b)[2][2], T* tile, int
   load_matrix_x4<true>(r, piece_of<T, D>(tile, first_row + lane % 16, 2 * step + lane / 16));
   for (int i = 0; i < 4; ++i) b[i / 2][i % 2] = r[i];
 }
-
-// Whether one of the two half-precision values is infinite or NaN.
-template <class T>
-__device__ __forceinline__ bool any_not_finite(uint32_t pair) {
-  constexpr uint32_t kExponent = T::is_bf16 ? 0x7f80u : 0x7c00u;
-  return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-}
-
-// Scores from products of query and key: weights are exp2(unit * score).
-struct Scores {
-  float unit, factor, cap;  // cap 0: the score is the product itself
-  bool direct;
-
-  __device__ explicit Scores(const AttentionArgs& a) {
-    direct = a.soft_cap == 0 && a.scale > 0;  // a larger product has the larger weight
-    unit = direct ? a.scale * kLog2e : 1;
-    cap = a.soft_cap * kLog2e;
-    factor = cap > 0 ? a.scale / a.soft_cap * (2 * kLog2e) : a.scale * kLog2e;
-  }
-  __device__ float operator()(float product) const {
-    // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-    return cap > 0 ? cap - divide(2 * cap, exp2_fast(product * factor) + 1) : product * factor;
-  }
-};
 
 }  // namespace pelton::gpu

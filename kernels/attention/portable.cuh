@@ -25,21 +25,23 @@ __device__ __forceinline__ float dot(const float* q, const C* k, int head_size, 
   return sum;
 }
 
+template <int Warps = kPortableWarps>
 struct PortableShared {
   float q[kMaxHeadSize];
-  float sums[kPortableWarps][kMaxHeadSize], maximum[kPortableWarps], weight[kPortableWarps];
+  float sums[Warps][kMaxHeadSize], maximum[Warps], weight[Warps];
 };
 
 // Row `row` of the batch, the `query`-th of `sequence`, for one head; all threads of a block together.
-template <class Q, class C>
-__device__ void attend_portable(const AttentionArgs& a, PortableShared& shared, int64_t sequence_index,
+template <class Q, class C, int Warps>
+__device__ void attend_portable(const AttentionArgs& a, PortableShared<Warps>& shared, int64_t sequence_index,
                                 const Sequence& sequence, int query, int head) {
+  constexpr int kThreads = Warps * kWarp;
   constexpr int kElements = kMaxHeadSize / kWarp;  // of the head, a lane
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, head_size = int(a.head_size);
   const int64_t row = sequence.first_row + query;
   const Q* q = static_cast<const Q*>(a.query) + row * a.query_token_stride + head * a.query_head_stride;
   __syncthreads();  // an earlier row may still be read
-  for (int d = threadIdx.x; d < head_size; d += kPortableThreads) shared.q[d] = to_float(q[d]) * a.scale;
+  for (int d = threadIdx.x; d < head_size; d += kThreads) shared.q[d] = to_float(q[d]) * a.scale;
   __syncthreads();
 
   const C* keys = static_cast<const C*>(a.key_cache);
@@ -49,7 +51,7 @@ __device__ void attend_portable(const AttentionArgs& a, PortableShared& shared, 
   const bool vectors = head_size * sizeof(C) % 16 == 0 && reinterpret_cast<uintptr_t>(keys) % 16 == 0;
   const int last = sequence.position(query), first = first_visible(a, last);
   float maximum = -INFINITY, weight = 0, sums[kElements] = {};
-  for (int chunk = first + warp * kWarp; chunk <= last; chunk += kPortableThreads) {
+  for (int chunk = first + warp * kWarp; chunk <= last; chunk += kThreads) {
     const int position = chunk + lane;
     int64_t offset = -1;  // of this lane's position in the caches; negative: not visible
     if (position <= last) {
@@ -91,16 +93,16 @@ __device__ void attend_portable(const AttentionArgs& a, PortableShared& shared, 
   for (int e = 0; e < kElements; ++e) shared.sums[warp][e * kWarp + lane] = sums[e];
   __syncthreads();
   float total_maximum = -INFINITY, total_weight = 0;
-  for (int w = 0; w < kPortableWarps; ++w) total_maximum = fmaxf(total_maximum, shared.maximum[w]);
-  float factors[kPortableWarps];
-  for (int w = 0; w < kPortableWarps; ++w) {
+  for (int w = 0; w < Warps; ++w) total_maximum = fmaxf(total_maximum, shared.maximum[w]);
+  float factors[Warps];
+  for (int w = 0; w < Warps; ++w) {
     factors[w] = shared.maximum[w] == total_maximum ? 1 : expf(shared.maximum[w] - total_maximum);
     total_weight += shared.weight[w] * factors[w];
   }
   Q* out = static_cast<Q*>(a.out) + row * a.out_token_stride + head * a.out_head_stride;
-  for (int d = threadIdx.x; d < head_size; d += kPortableThreads) {
+  for (int d = threadIdx.x; d < head_size; d += kThreads) {
     float sum = 0;
-    for (int w = 0; w < kPortableWarps; ++w) sum += shared.sums[w][d] * factors[w];
+    for (int w = 0; w < Warps; ++w) sum += shared.sums[w][d] * factors[w];
     out[d] = from_float<Q>(total_weight == 0 ? 0 : sum / total_weight);
   }
 }

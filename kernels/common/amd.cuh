@@ -55,6 +55,11 @@ inline bool pinned_view(const void* host, void** view) {
 
 }  // namespace pelton::gpu::amd
 
+// Arguments are in constant memory anyway.
+#ifndef __grid_constant__
+#define __grid_constant__
+#endif
+
 #undef __shfl_sync
 #undef __shfl_xor_sync
 #undef __shfl_up_sync

@@ -81,8 +81,8 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
 #else
   uint32_t u;
   memcpy(&u, &x, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return {uint16_t((u >> 16) | 0x40u)};
-  return {uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, quiet = u >> 16 | 0x40u;
+  return {uint16_t((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded)};
 #endif
 }
 

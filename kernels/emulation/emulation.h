@@ -114,6 +114,10 @@ struct Index {
 [[gnu::const]] Index grid_size() noexcept;
 [[gnu::const]] int wave_size() noexcept;
 
+// What PELTON_EMULATION_WAVE asks for, 32 or 64: launchers choose AMD's instructions of such a wave. 0 when
+// it is not set: NVIDIA's.
+int wanted_wave();
+
 // Waits for all threads of the block; returns the sum of `value` over them.
 int sync_threads(const char* name, const char* file, int line, int value);
 

@@ -520,6 +520,10 @@ Index block_index() noexcept { return running.block; }
 Index block_size() noexcept { return running.block_size; }
 Index grid_size() noexcept { return running.grid_size; }
 int wave_size() noexcept { return running.wave; }
+int wanted_wave() {
+  const char* wave = getenv("PELTON_EMULATION_WAVE");
+  return wave == nullptr ? 0 : atoi(wave);
+}
 int lane_of(int width) noexcept { return running.current % width; }
 uint64_t live_lanes(int width) { return live_of(unsigned(running.current / width * width), width); }
 

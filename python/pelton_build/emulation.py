@@ -1,7 +1,8 @@
 """The plan of the emulated library: every GPU kernel, compiled as plain C++ for this machine's CPU.
 
 It is no profile, because nobody installs it: tests load it. `kernels/emulation/CMakeLists.txt` carries it out.
-Sources are the `cuda` list of each family, else its `rocm` list, without the files of some archs only.
+Sources are the `cuda` list of each family and its `rocm` list, without the files of some archs only. Which of a family's
+kernels run is its launchers' choice: AMD's when PELTON_EMULATION_WAVE asks for waves of 32 or 64 lanes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def emulated_sources(table: KernelTable) -> EmulatedSources:
     gpu: list[str] = []
     left_out: list[str] = []
     for family in table.families:
-        device = family.device.get("cuda") or family.device.get("rocm") or ()
-        portable = [source.path for source in device if not source.archs]
+        device = [source for backend in ("cuda", "rocm") for source in family.device.get(backend, ())]
+        portable = list(dict.fromkeys(source.path for source in device if not source.archs))
         left_out += [f"{s.path} (for {', '.join(s.archs)} alone)" for s in device if s.archs]
         if not portable:
             if family.op:

@@ -201,7 +201,14 @@ instead.cuda = "torch"
 
 def test_emulated_are_the_gpu_sources_without_arch() -> None:
     sources = emulated_sources(parse_table(TABLE))
-    assert sources.gpu == ("gpu.cu", "norm/gpu.cu", "amd/gpu.cu", "quant/gptq/gpu.cu", "attention/gpu.cu")
+    assert sources.gpu == (
+        "gpu.cu",
+        "norm/gpu.cu",
+        "norm/amd.cu",
+        "amd/gpu.cu",
+        "quant/gptq/gpu.cu",
+        "attention/gpu.cu",
+    )
     assert sources.op == ("op.cpp", "norm/op.cpp", "amd/op.cpp", "quant/gptq/op.cpp", "attention/op.cpp")
     assert [text.partition(" (")[0] for text in sources.left_out] == [
         "attention/gpu_sm90.cu",
@@ -213,7 +220,7 @@ def test_every_gpu_family_is_emulated() -> None:
     table = load_table(ROOT)
     sources = emulated_sources(table)
     for family in table.families:
-        if family.device.get("cuda") or family.device.get("rocm"):
-            device = family.device.get("cuda") or family.device["rocm"]
-            portable = {source.path for source in device if not source.archs}
-            assert portable and portable <= set(sources.gpu), family.name
+        device = (*family.device.get("cuda", ()), *family.device.get("rocm", ()))
+        portable = {source.path for source in device if not source.archs}
+        assert bool(portable) == bool(device), family.name
+        assert portable <= set(sources.gpu), family.name
