@@ -30,6 +30,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -598,9 +599,23 @@ def check_paths(wheel: OpenedWheel) -> Iterator[Finding]:
         suffixes = (".py", ".pyi", ".md", ".txt", ".toml")
         is_text = PurePosixPath(name).suffix in suffixes or name.endswith("METADATA")
         patterns = (*private, _HOME_PATH if is_text else _BUILD_PATH)
-        for found in sorted({match[0] for pattern in patterns for match in pattern.finditer(data)}):
+        for found in _matches(data, patterns):
             needed = "no path or name of the machine that built it"
             yield Finding("paths", name, repr(found.decode(errors="replace")), needed)
+
+
+def _matches(data: bytes, patterns: tuple[re.Pattern[bytes], ...]) -> tuple[bytes, ...]:
+    """What the patterns find, each once; remembered by the data's digest, as wheels share most of their files."""
+    key = (hashlib.sha256(data).digest(), patterns)
+    seen = _seen()
+    if key not in seen:
+        seen[key] = tuple(sorted({match[0] for pattern in patterns for match in pattern.finditer(data)}))
+    return seen[key]
+
+
+@cache
+def _seen() -> dict[tuple[bytes, tuple[re.Pattern[bytes], ...]], tuple[bytes, ...]]:
+    return {}
 
 
 # Where a path of its own begins: not inside of a longer one (a home /build is no reason to refuse tests/build), but

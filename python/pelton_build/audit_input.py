@@ -16,7 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -338,8 +338,12 @@ def require(module: str, distribution: str) -> None:
         raise CannotRun(f"{distribution} is not installed here")
 
 
+@lru_cache(maxsize=16)
 def read_binary(name: str, data: bytes) -> Binary:
-    """Parse one ELF file.  Raises :class:`AuditError` when it is damaged."""
+    """Parse one ELF file.  Raises :class:`AuditError` when it is damaged.
+
+    The last ones are kept: wheels of one build have the same binaries.
+    """
     from elftools.elf.dynamic import DynamicSection
     from elftools.elf.elffile import ELFFile
     from elftools.elf.gnuversions import GNUVerNeedSection

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 
 from pelton_build.audit_input import CannotRun, Code
 
@@ -70,12 +71,27 @@ def allowed_features(levels: Sequence[str]) -> frozenset[str]:
     return frozenset(allowed)
 
 
-def cpu_features(code: Iterable[Code]) -> dict[str, tuple[int, str]]:
-    """CPUID features that the instructions need: count and first example of each; ``(not decodable)`` is one too."""
+@cache
+def _names() -> tuple[dict[int, str], dict[int, str]]:
+    """The library's names of CPUID features and of instructions, by number."""
     import iced_x86
 
-    names = {value: key for key, value in vars(iced_x86.CpuidFeature).items() if isinstance(value, int)}
-    codes = {value: key for key, value in vars(iced_x86.Code).items() if isinstance(value, int)}
+    features, codes = (
+        {value: key for key, value in vars(kind).items() if isinstance(value, int)}
+        for kind in (iced_x86.CpuidFeature, iced_x86.Code)
+    )
+    return features, codes
+
+
+@lru_cache(maxsize=16)
+def cpu_features(code: tuple[Code, ...]) -> Mapping[str, tuple[int, str]]:
+    """CPUID features that the instructions need: count and first example of each; ``(not decodable)`` is one too.
+
+    Those of the last files are kept: wheels of one build have the same binaries.
+    """
+    import iced_x86
+
+    names, codes = _names()
     by_code: dict[int, tuple[str, ...]] = {}
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}

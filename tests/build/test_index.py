@@ -155,6 +155,21 @@ def test_second_run_touches_nothing_and_reads_no_wheel(
     assert tree(site) == before
 
 
+def test_many_wheels_are_read_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same entries in the same order, and an error of a process is the run's."""
+    folder = tmp_path / "dist"
+    for number in range(6):
+        make_wheel(folder, labelled("cpu-avx2", "cpu.avx2", version=f"0.1.{number}"))
+    paths = find_wheels([folder])
+    alone = list(index.read_wheels(paths))
+    monkeypatch.setattr(index, "PARALLEL_FROM", 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert list(index.read_wheels(paths)) == alone
+    make_wheel(folder, labelled("cpu-avx2", "cpu.avx2", version="0.1.2").with_info(archs=["x86-64-v4"]))
+    with pytest.raises(IndexBuildError, match=r"0\.1\.2.*fails its audit: isa"):
+        list(index.read_wheels(paths))
+
+
 def test_a_new_wheel_and_a_removed_one(dist: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     made(dist, site)
