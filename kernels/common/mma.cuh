@@ -65,6 +65,17 @@ __device__ __forceinline__ uint32_t add2(uint32_t a, uint32_t b) {
   }
 }
 
+// (a & mask) | bits in one instruction, which compilers do not find when both are constants.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+#ifdef PELTON_CUDA
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+#else
+  return (a & mask) | bits;
+#endif
+}
+
 // D[16 x 8] += A[16 x 16] * B[16 x 8] for one warp; T is f16 or bf16, D fp32. With group = lane / 4, pair =
 // lane % 4:
 //   d[0..1]: row group,     columns 2 pair, 2 pair + 1;  d[2..3]: row group + 8
