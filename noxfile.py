@@ -36,6 +36,7 @@ from pelton_build.planning import make_plan, settings_of  # noqa: E402
 from pelton_build.profile import load_profile, profile_names  # noqa: E402
 from pelton_build.project import load_project  # noqa: E402
 from pelton_build.serve import serving  # noqa: E402
+from pelton_build.variants import variant_label  # noqa: E402
 
 # File names are UTF-8, whatever the locale says: without it Python refuses some folders in an ASCII locale.
 os.environ["PYTHONUTF8"] = "1"
@@ -289,6 +290,22 @@ class Workshop:
         settings = {**item.settings}
         build(self.session, settings.pop("profile"), [f"-C{key}={value}" for key, value in settings.items()])
 
+    def make_variants(self, items: Sequence[releases.Item], wheels: Sequence[Path]) -> list[Path]:
+        labelled = {
+            item.plan.profile: wheel for item, wheel in zip(items, wheels, strict=True) if item.plan.label
+        }
+        made = {
+            item.plan.profile: variant_wheel(item.plan)
+            for item in items
+            if item.plan.label and item.plan.variant
+        }
+        stale = [
+            name for name, path in made.items() if not releases.is_fresh(ROOT, path, items[0].plan.package)
+        ]
+        for name in stale:
+            make_variant(self.session, name, labelled[name])
+        return [*made.values()]
+
     def make_index(self, wheels: Sequence[Path], site: Path) -> None:
         self.session.install("-q", *group("audit"))
         command = ("python", "-m", "pelton_build", "index", *map(str, wheels), "--out", str(site))
@@ -357,13 +374,26 @@ def variants(session: nox.Session) -> None:
         if name == baseline or session.posargs or releases.is_fresh(ROOT, place_of_wheel(plan), plan.package):
             plans[name] = plan
     for name, plan in plans.items():
-        labelled = fresh_wheel(session, plan)
+        make_variant(session, name, fresh_wheel(session, plan))
+
+
+def variant_wheel(plan: Plan) -> Path:
+    """Where the variant wheel of a labelled wheel's plan goes."""
+    plain = make_plan(ROOT, settings_of(plan.profile, (), ("label=off",)))
+    label = variant_label(plan.profile)
+    return ROOT / "dist" / "simple" / f"{plain.wheel_name.removesuffix('.whl')}-{label}.whl"
+
+
+def make_variant(session: nox.Session, name: str, labelled: Path) -> None:
+    """Pack the wheel without label in the labelled one's build folder, and make the variant wheel of it."""
+    plan = make_plan(ROOT, settings_of(name, (), ("label=off",)))
+    plain = place_of_wheel(plan)
+    if not releases.is_fresh(ROOT, plain, plan.package):
         build(session, name, ("-C", "label=off", "-C", "cmake.fresh=false"))
-        plain = place_of_wheel(make_plan(ROOT, settings_of(name, (), ("label=off",))))
-        session.run(
-            "python", "-m", "pelton_build", "variants", str(plain), "--of", str(labelled),
-            "--out", str(ROOT / "dist" / "simple"), env=LIBRARIES,
-        )  # fmt: skip
+    session.run(
+        "python", "-m", "pelton_build", "variants", str(plain), "--of", str(labelled),
+        "--out", str(ROOT / "dist" / "simple"), env=LIBRARIES,
+    )  # fmt: skip
 
 
 @nox.session(tags=["wheels"])

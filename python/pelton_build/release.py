@@ -4,7 +4,7 @@
 
 1. `tree_problems`: the tree is the commit's, and its tag is the version's;
 2. `unbuildable`: every profile can be built on this machine, or leaving some out was asked for;
-3. each wheel is built and audited, unless a whole one of these very sources is there;
+3. each wheel is built and audited, unless a whole one of these very sources is there, and variant wheels are made;
 4. `contradictions`: no index holds a file of one of these names with other bytes already;
 5. the index is made, each wheel installed from it and tried, and one built a second time elsewhere;
 6. `table`, `notes`: what was made, for a terminal and for release notes.
@@ -140,13 +140,14 @@ def published(site: Path) -> dict[str, str]:
     return held
 
 
-def contradictions(rows: Iterable[Row], held: Mapping[str, str]) -> tuple[str, ...]:
-    """Wheels whose names are taken by other bytes: installers that locked the old hash would refuse the new file."""
+def contradictions(files: Iterable[tuple[str, str]], held: Mapping[str, str]) -> tuple[str, ...]:
+    """Files (name, SHA-256) whose names are taken by other bytes: installers that locked the old hash would refuse the
+    new file."""
     return tuple(
-        f"{row.file}: the index holds it with SHA-256 {held[row.file][:16]}..., this one is {row.sha256[:16]}...; "
+        f"{name}: the index holds it with SHA-256 {held[name][:16]}..., this one is {digest[:16]}...; "
         "a file that was published never changes: raise the version"
-        for row in rows
-        if held.get(row.file, row.sha256) != row.sha256
+        for name, digest in files
+        if held.get(name, digest) != digest
     )
 
 
@@ -224,7 +225,9 @@ def items_of(root: Path) -> list[Item]:
     """The wheels of a release: one for each profile, and the baseline's without label for the main index."""
     wanted = [(name, f"p/{name}/simple", {"profile": name}) for name in profile_names(root)]
     if baseline := load_project(root).baseline_profile:
-        wanted.append((f"{baseline} without label", "simple", {"profile": baseline, "label": "off"}))
+        # Packed in the build folder of the labelled one, where that is left.
+        plain = {"profile": baseline, "label": "off", "cmake.fresh": "false"}
+        wanted.append((f"{baseline} without label", "simple", plain))
     items = []
     for title, place, settings in wanted:
         plan: Plan | str
@@ -273,6 +276,9 @@ class Workshop(Protocol):
     def build(self, item: Item) -> None:
         """Build and audit the wheel; only one that passes gets to its place."""
 
+    def make_variants(self, items: Sequence[Item], wheels: Sequence[Path]) -> list[Path]:
+        """Make the variant wheels, of the same builds."""
+
     def make_index(self, wheels: Sequence[Path], site: Path) -> None:
         """Make the index of the wheels in the folder `site`."""
 
@@ -281,6 +287,11 @@ class Workshop(Protocol):
 
     def rebuild(self, item: Item, wheel: Path) -> str:
         """Build the wheel a second time elsewhere and compare; who did it."""
+
+
+def _refuse_changed(wheels: Iterable[Path], held: Mapping[str, str]) -> None:
+    if wrong := contradictions([(wheel.name, sha256(wheel)) for wheel in wheels], held):
+        raise ReleaseError("; ".join(wrong))
 
 
 def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
@@ -317,9 +328,10 @@ def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
             Row(item.title, wheel.name, size, digest, item.plan.archs, facts.seconds(digest), tried="")
         )
         wheels.append(wheel)
-    if wrong := contradictions(rows, held):
-        raise ReleaseError("; ".join(wrong))
-    workshop.make_index(wheels, work / "site")
+    _refuse_changed(wheels, held)
+    variants = workshop.make_variants(items, wheels)
+    _refuse_changed(variants, held)
+    workshop.make_index([*wheels, *variants], work / "site")
     tried = workshop.try_wheels(work / "site", items)
     rows = [replace(row, tried=words) for row, words in zip(rows, tried, strict=True)]
     # The last item is the one that most machines get.
@@ -328,7 +340,10 @@ def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
         rebuilt_by = workshop.rebuild(items[-1], wheels[-1])
         facts.add(rows[-1].sha256, rebuilt_by=rebuilt_by)
     again = f"`{rows[-1].file}` was built a second time elsewhere, by {rebuilt_by}: the same bytes."
-    write_atomically(work / "notes.md", f"{notes(version, rows, left_out)}\n{again}\n")
+    more = [f"- `{path.name}`, SHA-256 `{sha256(path)}`" for path in variants]
+    more = ["", "Variant wheels (experimental), of the same builds:", "", *more] if variants else []
+    text = "\n".join([notes(version, rows, left_out), again, *more])
+    write_atomically(work / "notes.md", f"{text}\n")
     write_atomically(work / "wheels.json", as_json(rows))
     logger.info("the wheels:\n%s%s", table(rows, left_out), again.replace("`", ""))
     return work

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import wheel_factory
@@ -13,12 +14,15 @@ from pelton_build.cmake import source_digest
 from pelton_build.index import build_index
 from pelton_build.plan import Plan
 from pelton_build.release import Item, Options, make_release
+from pelton_build.variants import make_variant
 from wheel_factory import make_wheel
 
 ARCHS = {"cpu-avx2": "x86-64-v3", "cpu-avx512": "x86-64-v4"}
 
 
-def small_wheel(root: Path, plan: Plan, place: Path, **info: object) -> Path:
+def small_wheel(
+    root: Path, plan: Plan, place: Path, variant: Mapping[str, object] | None = None, **info: object
+) -> Path:
     """A wheel with the plan's name, of the sources in `root`."""
     parts = wheel_factory.labelled(plan.profile, "x", archs=(ARCHS.get(plan.profile, "x86-64-v3"),))
     facts = {
@@ -26,6 +30,7 @@ def small_wheel(root: Path, plan: Plan, place: Path, **info: object) -> Path:
         "label": plan.label,
         "size_budget": plan.size_budget,
         "source_digest": source_digest(root),
+        "plan": {**wheel_factory.INFO["plan"], "variant": variant or {}},
         **info,
     }
     return make_wheel(
@@ -56,6 +61,16 @@ class Bench:
             raise audit.AuditError("; ".join(map(str, report.findings)))
         place.parent.mkdir(parents=True, exist_ok=True)
         made.replace(place)
+
+    def make_variants(self, items: Sequence[Item], wheels: Sequence[Path]) -> list[Path]:
+        made = []
+        for item in items[:-1]:
+            assert isinstance(item.plan, Plan)
+            plan = replace(item.plan, label="", wheel_version=item.plan.wheel_version.partition("+")[0])
+            place = self.root / "build" / plan.profile / wheels[-1].name
+            plain = small_wheel(self.root, plan, place, variant=plan.variant)
+            made.append(make_variant(plain, wheels[-1].parent))
+        return made
 
     def make_index(self, wheels: Sequence[Path], site: Path) -> None:
         self.done.append("index")
