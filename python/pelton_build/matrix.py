@@ -35,6 +35,7 @@ def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
                 "packages": " ".join(profile.ci.packages),
                 "run": profile.ci.run,
                 "baseline": name == baseline,
+                "variant": bool(profile.variant),
                 "timeout_minutes": profile.ci.timeout_minutes,
             }
         )
