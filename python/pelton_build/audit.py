@@ -514,6 +514,28 @@ def check_abi(wheel: OpenedWheel) -> Iterator[Finding]:
                 )
 
 
+@check(
+    "torch-abi", "torch-abi-audit finds the stable interface alone, and nothing newer than the torch floor"
+)
+def check_torch_abi(wheel: OpenedWheel) -> Iterator[Finding]:
+    require("torch_abi_audit", "torch-abi-audit")
+    from torch_abi_audit.demangle import demangle_symbol
+    from torch_abi_audit.torch_abi import classify_symbols
+
+    floor = wheel.claims.torch_floor
+    for binary in wheel.binaries:
+        verdict = classify_symbols([demangle_symbol(symbol) for symbol in sorted(binary.undefined)])
+        for symbol in verdict.unstable_symbols:
+            yield Finding("torch-abi", binary.name, f"{symbol} of torch", "torch's stable interface alone")
+        for symbol in verdict.unknown_shim_symbols:
+            needed = f"functions that torch {floor} is known to have"
+            yield Finding("torch-abi", binary.name, f"{symbol}, in no torch that is known", needed)
+        least = verdict.min_torch_version
+        if least is not None and _numbers(least) > (*_numbers(floor), 0, 0, 0)[:3]:
+            newer = ", ".join(verdict.version_defining_symbols)
+            yield Finding("torch-abi", binary.name, f"{newer} of torch {least}", f"torch {floor} or older")
+
+
 HOST_MODULE = "_host."
 _HOST_NAME = re.compile(r"_host\.(cpython-(\d)(\d+)(t?)(d?)-x86_64-linux-gnu|abi3)\.so")
 

@@ -296,6 +296,18 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
     "torch's C++ interface": (
         lambda: spoiled_library(source=LIBRARY + "void _ZN2at6TensorC1Ev(void); void f(void) { _ZN2at6TensorC1Ev(); }"),
         "abi", LIBRARY_NAME, "_ZN2at6TensorC1Ev"),
+    "a function of a newer torch": (
+        lambda: spoiled_library(source=LIBRARY + "int torch_from_blob(void); int f(void) { return torch_from_blob(); }"),
+        "torch-abi", LIBRARY_NAME, "torch_from_blob of torch 2.11.0"),
+    "a function that no torch has": (
+        lambda: spoiled_library(source=LIBRARY + "int aoti_torch_none(void); int f(void) { return aoti_torch_none(); }"),
+        "torch-abi", LIBRARY_NAME, "aoti_torch_none, in no torch that is known"),
+    "torch's C++ classes in a signature": (
+        lambda: spoiled_library(source=LIBRARY + "int _Z3useRKN2at6TensorE(void*); int f(void) { return _Z3useRKN2at6TensorE(0); }"),
+        "torch-abi", LIBRARY_NAME, "use(at::Tensor const&) of torch"),
+    "torch in a per-Python module": (
+        lambda: GOOD.but(files={HOST_NAME: shared_object(HOST + "int torch_from_blob(void); int f(void) { return torch_from_blob(); }")}),
+        "torch-abi", HOST_NAME, "torch_from_blob"),
     "module of another Python under this name": (
         lambda: GOOD.but(files={HOST_NAME: shared_object(HOST.replace("311", "312"))}), "python", HOST_NAME, "built for cpython-312"),
     "module that does not say its Python": (
@@ -369,6 +381,10 @@ BAD: dict[str, tuple[Callable[[], WheelParts], str, str, str]] = {
 }  # fmt: skip
 
 
+OPTIONAL = {"auditwheel": "auditwheel", "torch-abi": "torch_abi_audit"}
+"""Checks that ask another program's library, and that library: the rest of the audit stands without it."""
+
+
 def _patched(offset: int, value: bytes) -> bytes:
     data = bytearray(shared_object(LIBRARY, "-march=x86-64-v3"))
     data[offset : offset + len(value)] = value
@@ -379,7 +395,7 @@ def test_good_wheel_passes(tmp_path: Path) -> None:
     report = audit_wheel(make_wheel(tmp_path))
     assert report.findings == ()
     assert [result.name for result in report.results] == list(audit.CHECKS)
-    assert {result.name for result in report.skipped} <= {"auditwheel"}
+    assert {result.name for result in report.skipped} <= set(OPTIONAL)
 
 
 def test_good_avx512_wheel_passes(tmp_path: Path) -> None:
@@ -405,7 +421,7 @@ def test_dirty_mark_after_the_label_is_allowed(tmp_path: Path) -> None:
 def test_good_cuda_wheel_passes(tmp_path: Path, cuobjdump: None) -> None:
     report = audit_wheel(make_wheel(tmp_path, cuda()))
     assert report.findings == ()
-    assert {result.name for result in report.skipped} <= {"auditwheel"}
+    assert {result.name for result in report.skipped} <= set(OPTIONAL)
     (use,) = report.to_json()["kernels"]
     assert (use["family"], use["source"], use["arch"], use["registers"], use["local"]) == (
         "norm",
@@ -419,7 +435,7 @@ def test_good_cuda_wheel_passes(tmp_path: Path, cuobjdump: None) -> None:
 def test_good_rocm_wheel_passes(tmp_path: Path) -> None:
     report = audit_wheel(make_wheel(tmp_path, rocm()))
     assert report.findings == ()
-    assert {result.name for result in report.skipped} <= {"auditwheel"}
+    assert {result.name for result in report.skipped} <= set(OPTIONAL)
     uses = report.to_json()["kernels"]
     assert [(use["family"], use["arch"], use["registers"]) for use in uses] == [
         ("norm", "gfx90a", 24),
@@ -455,8 +471,8 @@ def test_no_dumper_is_reported_not_passed(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("case", BAD)
 def test_bad_wheel_fails_its_check(case: str, tmp_path: Path, cuobjdump: None) -> None:
     make, check, file, found = BAD[case]
-    if check == "auditwheel":
-        pytest.importorskip("auditwheel", reason="auditwheel is not installed")
+    if check in OPTIONAL:
+        pytest.importorskip(OPTIONAL[check], reason=f"what the check {check} asks is not installed")
     findings = audit_wheel(make_wheel(tmp_path, make()), only={check}).findings
     assert any(file in f.file and found in f.found for f in findings), findings
     assert all(f.needed for f in findings)
@@ -464,6 +480,18 @@ def test_bad_wheel_fails_its_check(case: str, tmp_path: Path, cuobjdump: None) -
 
 def test_every_check_has_a_bad_wheel() -> None:
     assert {check for _, check, _, _ in BAD.values()} == set(audit.CHECKS)
+
+
+def test_what_the_library_is_linked_with_is_of_the_floor() -> None:
+    """The list of functions of the oldest torch, which the linker gets, against torch-abi-audit's."""
+    audited = pytest.importorskip("torch_abi_audit", reason="torch-abi-audit is not installed")
+    root = Path(__file__).resolve().parents[2]
+    (path,) = (root / "cmake").glob("torch-*-symbols.txt")
+    symbols = [line for line in path.read_text().split() if not line.startswith("#")]
+    # Some are exported and declared nowhere: the audit refuses those.
+    least, newest, _ = audited.minimum_version(symbols)
+    floor = tuple(map(int, path.name.split("-")[1].split(".")))
+    assert symbols and least[:2] <= floor, (newest, floor)
 
 
 HARMFUL: dict[str, tuple[Callable[[Path], Path], str]] = {
