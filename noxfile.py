@@ -133,7 +133,8 @@ def place_of_wheel(plan: Plan) -> Path:
 
 def install_for_build(session: nox.Session, plan: Plan) -> None:
     """What a build without isolation needs, the compiler included where the plan takes it from the package index."""
-    session.install("-q", TORCH)
+    if not os.environ.get("PELTON_TORCH_DIR", "").strip():
+        session.install("-q", TORCH)
     session.install("-q", *group("build"), *group("audit"))
     compiler = [requirement for requirement in plan.build_requires if requirement != plan.torch.requirement]
     if not compiler:
