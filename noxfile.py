@@ -553,6 +553,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(tags=["check"])
+def installers(session: nox.Session) -> None:
+    """Install from an index on loopback with pip 23, 24, 25 and the newest, and with uv, wheel variants too: -- [TESTS]."""
+    session.install("-q", *group("installers"))
+    files = ("tests/build/test_installers.py", "tests/build/test_variants.py")
+    session.run("python", "-m", "pytest", "-q", "-rs", *(session.posargs or files), env=LIBRARIES)
+
+
+@nox.session(tags=["check"])
 def hip_headers(session: nox.Session) -> None:
     """Compile the kernels with headers of other HIP versions: -- [--hip REPOSITORY --clr REPOSITORY] [VERSION...].
 
