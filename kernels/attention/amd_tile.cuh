@@ -29,19 +29,27 @@ struct TileShape {
   // Of the head a lane reads 16 bytes of queries and keys at once at least: registers, and such units a row.
   static constexpr int kUnit = M::kPairs < 4 ? 4 : M::kPairs, kUnits = D / (2 * kUnit * M::kSlots);
   // Of values a lane reads this many elements of the head. Element Width r + j belongs to row r of operand j.
-  static constexpr int kWidth = D % 128 == 0 && M::kSlots > 1 ? 8 : D % 64 == 0 ? 4 : 2;
+  static constexpr int kWidth = D % 64 != 0 || (M::kPairs == 8 && D > 128) ? 2
+                                : D % 128 == 0 && M::kSlots > 1            ? 8
+                                                                           : 4;
   static constexpr int kSections = D / (kAtOnce * kWidth);
 
   // Where a lane's queries would take too many registers, or all waves have the same, they stay in shared
   // memory.
   static constexpr bool kQueriesShared = M::kPairs == 8 && (D > 128 || RowTiles == 1);
   static constexpr int kStride = D + 8;  // elements: rows begin in different banks
-  static constexpr int kPieces = D / 8, kFetches = kPositions * kPieces / kThreads;
-  static constexpr bool kKeysAhead = kFetches <= 8;  // else registers are too few
+  // A tile is brought in pieces of 16 bytes: of a row at once by as many threads as a power of two, several
+  // times where there are three times as many.
+  static constexpr int kPieces = D / 8, kTimes = kPieces % 3 == 0 ? 3 : 1, kAcross = kPieces / kTimes;
+  static constexpr int kDown = kThreads / kAcross, kFetchRows = kPositions / kDown;
+  // What is on its way while a tile is used takes registers: of those there are too few for some.
+  static constexpr bool kKeysAhead = kFetchRows * kTimes <= 8;
+  static constexpr bool kValuesAhead = kKeysAhead || M::kPairs < 8;
 
   static_assert(kRowWaves * kRowBlocks == RowTiles && kRowWaves * kSplits == kWaves);
   static_assert(kBlocks * kSplits * kAtOnce == kPositions && kPositions <= kThreads);
-  static_assert(kFetches * kThreads == kPositions * kPieces && kSections * kAtOnce * kWidth == D);
+  static_assert(kFetchRows * kDown == kPositions && kAcross * kDown == kThreads &&
+                kSections * kAtOnce * kWidth == D);
 };
 
 template <class S>
@@ -377,6 +385,7 @@ struct TileRows {
           for (int i = 0; i < S::kSums; ++i) {
             sums[m][e][i] += p * to_float(values[element(e / S::kWidth, i) + e % S::kWidth]);
           }
+          end_of_step();
         }
       }
     }
@@ -453,40 +462,56 @@ struct TileRows {
 // The part of a tile that a thread brings from the cache.
 template <class S>
 struct Staged {
-  Vector<uint32_t, 4> pieces[S::kFetches];
+  Vector<uint32_t, 4> pieces[S::kFetchRows][S::kTimes];
   unsigned valid;  // a bit for each; the others are zero
+
+  static __device__ __forceinline__ int row_of(int r) { return threadIdx.x / S::kAcross + r * S::kDown; }
+  static __device__ __forceinline__ int element_of(int k) {
+    return (threadIdx.x % S::kAcross + k * S::kAcross) * 8;
+  }
 
   // Begins to bring them from where the positions lie in the cache. Without branches: of what is nowhere,
   // something else is read.
   __device__ __forceinline__ void fetch(const void* cache, const int64_t* offsets, int head_size) {
     valid = 0;
 #pragma unroll
-    for (int j = 0; j < S::kFetches; ++j) {
-      const int i = threadIdx.x + j * S::kThreads, d = i % S::kPieces * 8;
-      const int64_t offset = offsets[i / S::kPieces];
-      const bool inside = offset >= 0 && d < head_size;
-      const auto* const from = static_cast<const typename S::T*>(cache) + (inside ? offset + d : 0);
-      pieces[j] = load_vector<uint32_t, 4>(reinterpret_cast<const uint32_t*>(from));
-      valid |= inside ? 1u << j : 0;
+    for (int r = 0; r < S::kFetchRows; ++r) {
+      const int64_t offset = offsets[row_of(r)];
+      const auto* const row = static_cast<const typename S::T*>(cache) + (offset >= 0 ? offset : 0);
+#pragma unroll
+      for (int k = 0; k < S::kTimes; ++k) {
+        const int d = element_of(k);
+        pieces[r][k] =
+            load_vector<uint32_t, 4>(reinterpret_cast<const uint32_t*>(row + (d < head_size ? d : 0)));
+        valid |= offset >= 0 && d < head_size ? 1u << (r * S::kTimes + k) : 0;
+      }
+      if (r % 4 == 3) end_of_step();
     }
   }
   __device__ __forceinline__ void store(TileShared<S>& shared) {
 #pragma unroll
-    for (int j = 0; j < S::kFetches; ++j) {
-      const int i = threadIdx.x + j * S::kThreads;
-      typename S::T* const to = shared.tile + i / S::kPieces * S::kStride + i % S::kPieces * 8;
+    for (int r = 0; r < S::kFetchRows; ++r) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) pieces[j][w] = valid >> j & 1 ? pieces[j][w] : 0;
-      store_vector(reinterpret_cast<uint32_t*>(to), pieces[j]);
+      for (int k = 0; k < S::kTimes; ++k) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          pieces[r][k][w] = valid >> (r * S::kTimes + k) & 1 ? pieces[r][k][w] : 0;
+        }
+        typename S::T* const to = shared.tile + row_of(r) * S::kStride + element_of(k);
+        store_vector(reinterpret_cast<uint32_t*>(to), pieces[r][k]);
+      }
     }
   }
   // After store().
   __device__ __forceinline__ bool finite() const {
     bool all = true;
 #pragma unroll
-    for (int j = 0; j < S::kFetches; ++j) {
+    for (int r = 0; r < S::kFetchRows; ++r) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) all &= !any_not_finite<typename S::T>(pieces[j][w]);
+      for (int k = 0; k < S::kTimes; ++k) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) all &= !any_not_finite<typename S::T>(pieces[r][k][w]);
+      }
     }
     return all;
   }
@@ -532,12 +557,13 @@ __device__ void attend(const AttentionArgs& a, const RowTile& rows, int base, in
     if constexpr (!S::kKeysAhead) staged.fetch(a.key_cache, shared.offsets[turn], head_size);
     __syncthreads();  // the values before these keys have been used
     staged.store(shared);
-    staged.fetch(a.value_cache, shared.offsets[turn], head_size);
+    if constexpr (S::kValuesAhead) staged.fetch(a.value_cache, shared.offsets[turn], head_size);
     const int next_block = block_at(base + S::kPositions);
     __syncthreads();  // the keys are there
     typename TileRows<S>::Products s = {};
     own.multiply_keys(s, shared);
     store_offset(base + S::kPositions, next_block, shared.offsets[turn ^ 1]);
+    if constexpr (!S::kValuesAhead) staged.fetch(a.value_cache, shared.offsets[turn], head_size);
     __syncthreads();  // the keys have been used
     staged.store(shared);
     const bool edge = base < whole_first || base + S::kPositions - 1 > whole_last;
