@@ -299,7 +299,7 @@ def marlin_pack_scales(values: Tensor) -> Tensor:
     blocks = -(-out_features // 64)
     padded = values.new_zeros(groups, blocks * 64)
     padded[:, :out_features] = values
-    return padded.view(groups, blocks, 8, 8).permute(1, 0, 3, 2).reshape(blocks, groups, 64)
+    return padded.view(groups, blocks, 4, 2, 8).permute(1, 0, 2, 4, 3).reshape(blocks, groups, 64)
 
 
 def marlin_workspace_size(num_tokens: int, out_features: int, in_features: int, copied: bool = True) -> int:

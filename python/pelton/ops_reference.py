@@ -189,7 +189,7 @@ def marlin_gemm(
 
     def per_weight(values: Tensor) -> Tensor:  # [out_features, in_features]
         blocks, groups, _ = values.shape
-        rows = values.view(blocks, groups, 8, 8).permute(0, 3, 2, 1).reshape(-1, groups)
+        rows = values.view(blocks, groups, 4, 8, 2).permute(0, 2, 4, 3, 1).reshape(-1, groups)
         return rows[:out_features, group].to(wide.dtype)
 
     q = marlin_unpack(weight, bits, out_features, in_features).to(wide.dtype)

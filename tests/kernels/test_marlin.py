@@ -185,6 +185,22 @@ def test_odd_shapes(n: int, k: int, group_size: int, m: int) -> None:
     assert_product(case(x), x, case)
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("m", [1, 11])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        (40, 2048),  # few outputs: inputs are split between blocks
+        (600, 136),  # more slabs of outputs a block than are summed at once
+    ],
+)
+def test_few_tokens(n: int, k: int, m: int, dtype: torch.dtype, bits: int) -> None:
+    case = make(n, k, bits, 128, True, dtype=dtype)
+    x, bias = random_input(m, k, dtype=dtype), random_input(n, dtype=dtype)
+    assert_product(case(x, bias), x, case, bias)
+
+
 SHAPES = [(4096, 4096, 128), (576, 1536, 64), (14336, 512, 128), (256, 14336, -1), (320, 11008, 32)]
 
 

@@ -73,4 +73,40 @@ __device__ __forceinline__ void dequantize(uint32_t (&a)[4], const Vector<uint32
   }
 }
 
+// Fragments of the weights as they are are cheaper: value q is q 2^-24 in fp16, whose smallest numbers these
+// are, or 128 + q in bf16; factor and offset turn a sum of products into that of q - zero. For 8 bits bf16
+// has too few.
+template <class T, int Bits>
+constexpr bool kRaw = !(T::is_bf16 && Bits == 8);
+
+struct RawForm {
+  float low_factor, high_factor;  // of rows group and group + 8
+  float offset;                   // that the zero grows by
+};
+template <class T, int Bits>
+__host__ __device__ constexpr RawForm raw_form() {
+  if (T::is_bf16) return {1, 1, Bits == 4 ? 128.f : 0.f};
+  return {16777216, Bits == 4 ? 1048576.f : 16777216.f, 0};
+}
+
+template <class T, int Bits>
+__device__ __forceinline__ void unpack(uint32_t (&a)[4], const Vector<uint32_t, 4> (&words)[Bits / 4],
+                                       int step) {
+  static_assert(kRaw<T, Bits>);
+  if constexpr (Bits == 8) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = __byte_perm(words[step / 2][step % 2 * 2 + i / 2], 0, i % 2 == 0 ? 0x4140u : 0x4342u);
+    }
+  } else if constexpr (T::is_bf16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = and_or(words[0][step] >> (4 * i), 0x000f000fu, 0x43004300u);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = (words[0][step] >> (i / 2 * 8)) & (i % 2 == 0 ? 0x000f000fu : 0x00f000f0u);
+    }
+  }
+}
+
 }  // namespace pelton::gpu::marlin

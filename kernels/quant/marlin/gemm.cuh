@@ -15,12 +15,35 @@ namespace pelton::gpu::marlin {
 
 constexpr int kMaxStages = 8;
 
+// line / divisor without a division: exact while divisor * line < 2^42 and line / divisor < 2^22.
+struct Reciprocal {
+  static constexpr int kShift = 42;
+  uint64_t factor;
+
+  explicit Reciprocal(int64_t divisor) : factor((uint64_t(1) << kShift) / uint64_t(divisor) + 1) {}
+  __device__ __forceinline__ int divide(int line) const { return int(uint64_t(line) * factor >> kShift); }
+};
+
+// The line cut into parts, the first of which are one longer when it does not divide.
+struct Cutting {
+  int each, longer;
+
+  Cutting(int64_t total, int64_t parts) : each(int(total / parts)), longer(int(total % parts)) {}
+  __device__ int first(int part) const { return part * each + min(part, longer); }
+  __device__ int part_of(int tile) const {
+    const int in_longer = longer * (each + 1);
+    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
+  }
+};
+
 // What a launch decides beside the arguments.
 struct GemmPlan {
-  int row_tiles, input_tiles, token_tiles;  // the line: row_tiles x token_tiles x input_tiles
-  int splits, stages;                       // groups of warps a block, tiles under way of each
-  int group_shift;                          // log2 of group_size, -1 when it is no power of two
-  bool paired;                              // outputs may be written two at a time
+  Cutting cutting;  // of the line, row tiles x token tiles x input tiles, between the blocks
+  Reciprocal per_input_tile, per_token_tile;
+  int input_tiles, token_tiles;
+  int splits, stages;  // groups of warps a block, tiles under way of each
+  int group_shift;     // log2 of group_size, -1 when it is no power of two
+  bool paired;         // outputs may be written two at a time
 };
 
 // RowWarps warps have WarpSlabs slabs (of 16 outputs) each, for 8 TokenBlocks tokens; MaxSplits such groups.
@@ -42,28 +65,16 @@ struct GemmShape {
   static_assert(kRows % kTile == 0 && kTokens * 8 % kGroupThreads == 0);
 };
 
-// The line cut into parts, the first of which are one longer when it does not divide.
-struct Cutting {
-  int each, longer;
-
-  __device__ Cutting(int total, int parts) : each(total / parts), longer(total % parts) {}
-  __device__ int first(int part) const { return part * each + min(part, longer); }
-  __device__ int part_of(int tile) const {
-    const int in_longer = longer * (each + 1);
-    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
-  }
-};
-
 // A block's tiles [first, end) of the line that have the same outputs and tokens; `start`: where these begin.
 struct Piece {
   int first, end, start, row_tile, token_tile;
 
   __device__ __forceinline__ void open(const GemmPlan& plan, int line, int last) {
-    const int column = line / plan.input_tiles;
+    const int column = plan.per_input_tile.divide(line);
     first = line;
     start = column * plan.input_tiles;
     end = min(start + plan.input_tiles, last);
-    row_tile = column / plan.token_tiles;
+    row_tile = plan.per_token_tile.divide(column);
     token_tile = column - row_tile * plan.token_tiles;
   }
 };
@@ -196,11 +207,12 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::kWarpSlabs][S::kT
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (step == 0 || (ByHalf && step == kSteps / 2)) {
-        const int half = step / (kSteps / 2), at = (half * S::kTiles + tile) * kTile + lane / 4 * 8;
+        const int half = step / (kSteps / 2),
+                  at = (half * S::kTiles + tile) * kTile + slab * kSlab + lane / 4 * 2;
         uint32_t zeros = S::kBits == 4 ? 0x0808u : 0x8080u;
-        if (with_zeros) zeros = *reinterpret_cast<const uint16_t*>(stage + S::kZerosAt + at + 2 * slab);
+        if (with_zeros) zeros = *reinterpret_cast<const uint16_t*>(stage + S::kZerosAt + at);
         slab_zero = slab_zeros<T, S::kBits>(zeros);
-        const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage + S::kScalesAt + (at + 2 * slab) * 2);
+        const uint32_t pair = *reinterpret_cast<const uint32_t*>(stage + S::kScalesAt + at * 2);
         scale[0] = to_float(T{uint16_t(pair)});
         scale[1] = to_float(T{uint16_t(pair >> 16)});
       }
@@ -222,10 +234,22 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::kWarpSlabs][S::kT
   }
 }
 
+// The sum of what `count` places hold, in their order.
+__device__ __forceinline__ Vector<float, 4> sum_of_parts(const float* from, int64_t stride, int count) {
+  Vector<float, 4> sum = load_vector<float>(from);
+#pragma unroll 4
+  for (int i = 1; i < count; ++i) {
+    const auto part = load_vector<float>(from + i * stride);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[e] += part[e];
+  }
+  return sum;
+}
+
 // Writes a fragment of sums: outputs first_row ... + 15 of tokens first_token ... + 7.
 template <class T>
-__device__ __forceinline__ void write_outputs(const MarlinGemmArgs& a, const GemmPlan& plan,
-                                              Vector<float, 4> d, int first_row, int first_token, int lane) {
+__device__ __forceinline__ void write_outputs(const MarlinGemmArgs& a, bool paired, Vector<float, 4> d,
+                                              int first_row, int first_token, int lane) {
   if (a.bias != nullptr) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -241,7 +265,7 @@ __device__ __forceinline__ void write_outputs(const MarlinGemmArgs& a, const Gem
     const int token = first_token + lane / 4, row = first_row + 8 * i + 2 * (lane % 4);
     if (token >= a.m || row >= a.n) continue;
     T* const out = static_cast<T*>(a.out) + token * a.out_stride + row;
-    if (plan.paired) {
+    if (paired) {
       *reinterpret_cast<uint32_t*>(out) = pair;
     } else {
       out[0] = T{uint16_t(pair)};
@@ -271,7 +295,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kMaxThreads)
+__global__ void __launch_bounds__(S::kMaxThreads, 1)
     gemm_kernel(const __grid_constant__ MarlinGemmArgs a, const __grid_constant__ GemmPlan plan) {
   using T = typename S::T;
   const int lane = threadIdx.x % kWarp, warp = shuffle(int(threadIdx.x / kWarp), 0);
@@ -286,8 +310,7 @@ __global__ void __launch_bounds__(S::kMaxThreads)
   __shared__ bool came_last;
 
   const bool by_half = a.group_size % kTile != 0;
-  const Cutting cutting(plan.row_tiles * plan.token_tiles * plan.input_tiles, int(gridDim.x));
-  const int first = cutting.first(blockIdx.x), last = cutting.first(blockIdx.x + 1);
+  const int first = plan.cutting.first(blockIdx.x), last = plan.cutting.first(blockIdx.x + 1);
   Loader<S> loader{.a = a,
                    .plan = plan,
                    .ring = ring,
@@ -345,24 +368,14 @@ __global__ void __launch_bounds__(S::kMaxThreads)
     __syncthreads();
     const bool begins = piece.first == piece.start, ends = piece.end == piece.start + plan.input_tiles;
     const int first_row = piece.row_tile * S::kRows, first_token = piece.token_tile * S::kTokens;
-    const auto put_together = [&](const float* from, int64_t stride, int count, int fragment) {
-      Vector<float, 4> sum = load_vector<float>(from + (fragment * kWarp + lane) * 4);
-#pragma unroll 1
-      for (int i = 1; i < count; ++i) {
-        const auto part = load_vector<float>(from + i * stride + (fragment * kWarp + lane) * 4);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[e] += part[e];
-      }
-      return sum;
-    };
     const auto write = [&](Vector<float, 4> sum, int fragment) {
-      write_outputs<T>(a, plan, sum, first_row + fragment / S::kTokenBlocks * kSlab,
+      write_outputs<T>(a, plan.paired, sum, first_row + fragment / S::kTokenBlocks * kSlab,
                        first_token + fragment % S::kTokenBlocks * 8, lane);
     };
     float* const slot = slots + (2 * int64_t(blockIdx.x) + (begins ? 1 : 0)) * S::kSlotFloats;
 #pragma unroll 1
     for (int fragment = warp; fragment < S::kFragments; fragment += warps) {
-      const auto sum = put_together(exchange, S::kSlotFloats, plan.splits, fragment);
+      const auto sum = sum_of_parts(exchange + (fragment * kWarp + lane) * 4, S::kSlotFloats, plan.splits);
       if (begins && ends) {
         write(sum, fragment);
       } else {
@@ -371,8 +384,8 @@ __global__ void __launch_bounds__(S::kMaxThreads)
     }
     if (!begins || !ends) {
       // The blocks of these outputs: their slots are the second of the first block, then the others' first.
-      const int from = cutting.part_of(piece.start);
-      const int pieces = cutting.part_of(piece.start + plan.input_tiles - 1) - from + 1;
+      const int from = plan.cutting.part_of(piece.start);
+      const int pieces = plan.cutting.part_of(piece.start + plan.input_tiles - 1) - from + 1;
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) {
@@ -385,10 +398,10 @@ __global__ void __launch_bounds__(S::kMaxThreads)
         const float* const of_first = slots + (2 * int64_t(from) + 1) * S::kSlotFloats;
 #pragma unroll 1
         for (int fragment = warp; fragment < S::kFragments; fragment += warps) {
-          Vector<float, 4> sum = load_vector<float>(of_first + (fragment * kWarp + lane) * 4);
+          const float* const part = of_first + (fragment * kWarp + lane) * 4;
+          Vector<float, 4> sum = load_vector<float>(part);
           if (pieces > 1) {
-            const auto rest =
-                put_together(of_first + S::kSlotFloats, 2 * S::kSlotFloats, pieces - 1, fragment);
+            const auto rest = sum_of_parts(part + S::kSlotFloats, 2 * S::kSlotFloats, pieces - 1);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[e] += rest[e];
           }
@@ -421,7 +434,8 @@ int start_gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
   const int64_t row_tiles = ceil_div<int64_t>(a.n, S::kRows),
                 token_tiles = ceil_div<int64_t>(a.m, S::kTokens);
   const int64_t line = row_tiles * token_tiles * tiles(a.k);
-  if (line > kMaxBlocks || a.n > kMaxBlocks) return int(cudaErrorInvalidValue);
+  constexpr int64_t kMostColumns = 1 << 21;  // Reciprocal's limit
+  if (line > kMaxBlocks || row_tiles * token_tiles > kMostColumns) return int(cudaErrorInvalidValue);
   // As many groups of warps as there is shared memory for three stages each.
   constexpr int kStaticBytes = 1024, kWantedStages = 3;
   const int room = device.shared_memory_per_block - kStaticBytes;
@@ -433,7 +447,10 @@ int start_gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
   const bool power_of_two = (a.group_size & (a.group_size - 1)) == 0;
   int shift = 0;
   while (shift < 30 && 1 << shift < a.group_size) ++shift;
-  const GemmPlan plan{.row_tiles = int(row_tiles),
+  const int64_t blocks = gemm_blocks(line, splits);
+  const GemmPlan plan{.cutting = Cutting(line, blocks),
+                      .per_input_tile = Reciprocal(tiles(a.k)),
+                      .per_token_tile = Reciprocal(token_tiles),
                       .input_tiles = int(tiles(a.k)),
                       .token_tiles = int(token_tiles),
                       .splits = splits,
@@ -443,7 +460,7 @@ int start_gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
                                                     : -1,
                       .paired = access_bytes({address(a.out), a.n * 2, a.out_stride * 2}) >= 4};
   if (const int error = allow_shared_memory(gemm_kernel<S>, shared)) return error;
-  gemm_kernel<S><<<unsigned(gemm_blocks(line, splits)), S::kGroupThreads * splits, shared, stream>>>(a, plan);
+  gemm_kernel<S><<<unsigned(blocks), S::kGroupThreads * splits, shared, stream>>>(a, plan);
   return launch_result();
 }
 
@@ -451,16 +468,11 @@ int start_gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
 template <class T, int Bits, class F>
 auto with_shape(int64_t m, F&& f) {
   constexpr int kRoom = 128 * 1024;
-  if (m <= 8) return f(GemmShape<T, Bits, 4, 1, 1, 8>{});
   if (m <= 16) return f(GemmShape<T, Bits, 4, 1, 2, 8>{});
-  if (m <= 32 || device_properties().shared_memory_per_block < kRoom)
-    return f(GemmShape<T, Bits, 2, 4, 4, 2>{});
-  return f(GemmShape<T, Bits, 2, 8, 8, 1>{});
-}
-
-template <class T, int Bits>
-int gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
-  return with_shape<T, Bits>(a.m, [&](auto shape) { return start_gemm<decltype(shape)>(a, stream); });
+  if (m <= 32 || device_properties().shared_memory_per_block < kRoom) {
+    return f(GemmShape<T, Bits, 4, 2, 4, 4>{});
+  }
+  return f(GemmShape<T, Bits, 2, 4, 8, 2>{});
 }
 
 }  // namespace pelton::gpu::marlin

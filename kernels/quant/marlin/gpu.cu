@@ -2,17 +2,17 @@
 // product. A thread packs the 16 bytes that a lane will read at once, or copies 8 inputs. The layout is
 // described in layout.h.
 #include "../../common/gpu.cuh"
-#include "gemm.cuh"
 #include "layout.h"
 #include "marlin.h"
+#include "product.cuh"
 
 namespace pelton::gpu {
 
 namespace marlin {
-int gemm_f16_4(const MarlinGemmArgs& args, cudaStream_t stream);
-int gemm_f16_8(const MarlinGemmArgs& args, cudaStream_t stream);
-int gemm_bf16_4(const MarlinGemmArgs& args, cudaStream_t stream);
-int gemm_bf16_8(const MarlinGemmArgs& args, cudaStream_t stream);
+int product_f16_4(const MarlinGemmArgs& args, cudaStream_t stream);
+int product_f16_8(const MarlinGemmArgs& args, cudaStream_t stream);
+int product_bf16_4(const MarlinGemmArgs& args, cudaStream_t stream);
+int product_bf16_8(const MarlinGemmArgs& args, cudaStream_t stream);
 }  // namespace marlin
 
 namespace {
@@ -104,16 +104,19 @@ int64_t marlin_workspace_size(int64_t m, int64_t n, int64_t k, bool copied) {
 
 int marlin_gemm_mma(const MarlinGemmArgs& a, void* stream) {
   if (a.dtype == DType::f16) {
-    return a.bits == 4 ? marlin::gemm_f16_4(a, cudaStream_t(stream))
-                       : marlin::gemm_f16_8(a, cudaStream_t(stream));
+    return a.bits == 4 ? marlin::product_f16_4(a, cudaStream_t(stream))
+                       : marlin::product_f16_8(a, cudaStream_t(stream));
   }
-  return a.bits == 4 ? marlin::gemm_bf16_4(a, cudaStream_t(stream))
-                     : marlin::gemm_bf16_8(a, cudaStream_t(stream));
+  return a.bits == 4 ? marlin::product_bf16_4(a, cudaStream_t(stream))
+                     : marlin::product_bf16_8(a, cudaStream_t(stream));
 }
 
 int64_t marlin_workspace_size_mma(int64_t m, int64_t n, int64_t k) {
-  return marlin::with_shape<f16, 4>(
-      m, [&](auto shape) { return marlin::gemm_workspace<decltype(shape)>(m, n, k); });
+  if (m == 0 || n == 0 || k == 0) return kMarlinCounters;
+  MarlinGemmArgs a{};
+  a.m = m, a.n = n, a.k = k;
+  a.groups = 1;
+  return std::max(marlin::workspace_of<4>(a), marlin::workspace_of<8>(a));
 }
 
 int marlin_gemm(const MarlinGemmArgs& args, void* stream) {

@@ -18,10 +18,9 @@
 //     8 bits: bytes 2 i and 2 i + 1 of the two words
 //
 //   scales   [N / 64][groups][64], zeros (uint8) in the same order: those of 64 outputs are one stream along
-//   K,
-//            too. Within the 64, position 8 (row % 8) + row / 8 holds that of a row: the 8 of a lane, rows
-//            group + 8 i (slab i / 2), are contiguous. Padding is zero. Without zeros the zero is 2^(bits -
-//            1).
+//            K, too. Within the 64 those of a slab are contiguous, and of these the two of a lane's rows,
+//            group and group + 8: position 16 (row / 16) + 2 (row % 8) + row / 8 % 2. Padding is zero.
+//            Without zeros the zero is 2^(bits - 1).
 //
 // W[n][k] = (q[n][k] - zero[n][k / group_size]) * scale[n][k / group_size].
 #pragma once
@@ -46,7 +45,9 @@ PELTON_BOTH constexpr int tile_bytes(int bits) { return kTile * kTile * bits / 8
 PELTON_BOTH constexpr int slab_bytes(int bits) { return tile_bytes(bits) / kSlabs; }
 
 // Where in its 64 the scale or zero of a row is.
-PELTON_BOTH constexpr int scale_position(int row) { return 8 * (row % 8) + row / 8; }
+PELTON_BOTH constexpr int scale_position(int row) {
+  return kSlab * (row / kSlab) + 2 * (row % 8) + row / 8 % 2;
+}
 
 // The row (of 16) and input (of 16) of value `half` (0, 1) of fragment register i (0 to 3).
 PELTON_BOTH constexpr int fragment_row(int lane, int i) { return lane / 4 + 8 * (i % 2); }
