@@ -152,6 +152,8 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         has_select = scripts in wheel.names and f"{name}-select" in wheel.read(scripts).decode(
             errors="replace"
         )
+    if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", claims.profile):  # it becomes a folder's name
+        raise IndexBuildError(f"{path}: profile {claims.profile!r} is no name of a profile")
     status = path.stat()
     if status.st_mtime > time.time() + CLOCK_SKEW:
         raise IndexBuildError(
@@ -246,7 +248,14 @@ def plan_pages(entries: Iterable[WheelEntry], baseline: str) -> dict[str, tuple[
     for page, held in pages.items():
         by_version: dict[tuple[str, str], WheelEntry] = {}
         for entry in held:
+            if entry.variant:
+                continue
             other = by_version.setdefault((entry.project, entry.public_version), entry)
+            if other.profile != entry.profile:
+                raise IndexBuildError(
+                    f"{page}/: {other.file_name} is of profile {other.profile}, {entry.file_name} of {entry.profile}, and "
+                    "one index is for one kind of machine; remove one or rename a profile"
+                )
             if other.version != entry.version:
                 raise IndexBuildError(
                     f"{page}/: {other.file_name} and {entry.file_name} are two labels of version "
@@ -587,6 +596,9 @@ def build_index(
         IndexBuildError, AuditError: nothing was written.
     """
     paths = sorted(set(wheels))
+    for path in paths:
+        if not path.is_file():  # a pipe would keep the reader waiting
+            raise IndexBuildError(f"{path}: not a file; remove it")
     if not paths:
         raise IndexBuildError("no wheels to index; build one first: nox -s build-<profile>")
     if out.exists() and not out.is_dir():
@@ -780,11 +792,23 @@ def checked_url(url: str) -> str:
 
 
 def find_wheels(places: Iterable[Path]) -> list[Path]:
-    """The wheels among files and below folders.  Raises IndexBuildError for a place that is not there."""
+    """The wheels among files and below folders.  Raises IndexBuildError for a place that is not there, or not readable."""
+
+    def unreadable(error: OSError) -> None:
+        raise IndexBuildError(
+            f"{error.filename}: {error.strerror}; make it readable, or name the wheels one by one"
+        )
+
     found: list[Path] = []
     for place in places:
         if place.is_dir():
-            found += sorted(place.rglob("*.whl"))
+            below = (
+                Path(folder) / name
+                for folder, folders, names in os.walk(place, onerror=unreadable)
+                for name in (*folders, *names)
+                if name.endswith(".whl")
+            )
+            found += sorted(below)
         elif place.suffix == ".whl" and place.is_file():
             found.append(place)
         else:

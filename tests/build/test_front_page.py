@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pelton_build.front_page import Offer, Release, front_page, hardware_text
+from pelton_build.front_page import MainIndex, Offer, Release, front_page, hardware_text
 
 SHA = "ab" * 32
 
@@ -108,6 +108,27 @@ def test_a_withdrawn_release_is_not_recommended() -> None:
     assert "<strong>Withdrawn:</strong>" in front_page("pelton", [alone], "cpu-avx2", "")
 
 
+MAIN = MainIndex("0.1.0", ("cpu-avx2", "cuda-sm90"), has_select=True)
+
+
+def test_programs_that_choose() -> None:
+    text = front_page("pelton", [CPU, HOPPER], "cpu-avx2", "https://example.test/whl", MAIN)
+    page = Page(text)
+    assert page.ids[0] == "choose"
+    assert page.links[0] == "simple/"
+    assert page.commands[0] == "pip install --no-deps --index-url https://example.test/whl/simple/ pelton"
+    assert "<code>pelton-select --index https://example.test/whl</code>" in text
+    assert "--preview-features wheel-variants --index https://example.test/whl/simple/ pelton</code>" in text
+    assert "cpu-avx2, cuda-sm90" in text
+
+
+def test_only_programs_that_are_there() -> None:
+    text = front_page("pelton", [CPU], "cpu-avx2", "", MainIndex("0.1.0"))
+    assert 'href="simple/"' in text
+    assert "pelton-select" not in text and "wheel-variants" not in text
+    assert "choose" not in Page(front_page("pelton", [CPU], "cpu-avx2", "")).ids
+
+
 def test_text_from_wheels_is_escaped() -> None:
     offer = Offer("cpu-avx2", "<script>alert(1)</script>", "cpu", ("x86-64-v3",), (release(),))
     assert "<script" not in front_page("pelton", [offer], "cpu-avx2", "")
@@ -121,7 +142,9 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
     if browser is None:
         pytest.skip("no Chromium on this machine")
     offers = [HOPPER, AMPERE, AMD, CPU, FAST]
-    text = front_page("pelton", offers, "cpu-avx2", "https://example.test/a/rather/long/address/of/an/index")
+    text = front_page(
+        "pelton", offers, "cpu-avx2", "https://example.test/a/rather/long/address/of/an/index", MAIN
+    )
     frame = tmp_path / "page.html"
     frame.write_text(text.replace("<details>", "<details open>"))
     # Chromium's own windows have a least width, so the page stands in a frame of the width that is asked for.

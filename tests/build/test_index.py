@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import hashlib
 import html.parser
 import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -17,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pelton_build import index
 from pelton_build.audit import AuditError
@@ -259,6 +264,63 @@ def _from_the_future(dist: Path) -> None:
     os.utime(path, (time.time() + 86400, time.time() + 86400))
 
 
+def _next(dist: Path, **changes: object) -> Path:
+    """The baseline's next version, spoiled."""
+    return make_wheel(dist / "new", labelled("cpu-avx2", "cpu.avx2", version="0.3.0").but(**changes))
+
+
+def _bomb(dist: Path) -> None:
+    _next(dist, files={"pelton/zeros.bin": bytes(200 << 20)})
+
+
+def _liar(dist: Path) -> None:
+    """A member that unpacks to more than the directory says."""
+    path = _next(dist, files={"pelton/zeros.bin": bytes(1 << 20)})
+    true, said = struct.pack("<L", 1 << 20), struct.pack("<L", 100)
+    path.write_bytes(path.read_bytes().replace(true, said))
+
+
+def _leaving(dist: Path) -> None:
+    _next(dist, files={"pelton/../../evil.py": b"X = 1\n"})
+
+
+def _absolute(dist: Path) -> None:
+    _next(dist, files={"/tmp/evil.py": b"X = 1\n"})
+
+
+def _forged_record(dist: Path) -> None:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(b"another").digest()).rstrip(b"=").decode()
+    _next(dist, record={"pelton/__init__.py": f"pelton/__init__.py,sha256={digest},7"})
+
+
+def _unlisted(dist: Path) -> None:
+    _next(dist, files={"pelton/extra.py": b"X = 1\n"}, unlisted=("pelton/extra.py",))
+
+
+def _other_metadata(dist: Path) -> None:
+    _next(dist, metadata=WheelParts().metadata.replace("{version}", "0.4.0+cpu.avx2"))
+
+
+def _other_name(dist: Path) -> None:
+    _next(dist, metadata=WheelParts().metadata.replace("Name: pelton", "Name: pelten"))
+
+
+def _leaving_profile(dist: Path) -> None:
+    make_wheel(dist / "new", labelled("../../evil", "cpu.avx2", version="0.3.0"))
+
+
+def _pipe(dist: Path) -> None:
+    os.mkfifo(dist / "pelton-0.3.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl")
+
+
+def _folder(dist: Path) -> None:
+    (dist / "pelton-0.3.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl").mkdir()
+
+
+def _text(dist: Path) -> None:
+    (dist / "pelton-0.3.0+cpu.avx2-py3-none-manylinux_2_28_x86_64.whl").write_text("wheel\n")
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "two labels of one version": (_two_labels, "two labels of version 0.1.0"),
     "without label, for some machines only": (_of_another_profile, "0.3.0.*profile cpu-avx512 without label"),
@@ -266,6 +328,21 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "renamed": (_renamed, "0.4.0.*fails its audit: name"),
     "failing audit": (_failing, "0.3.0.*fails its audit: isa"),
     "truncated": (_truncated, "0.3.0.*not a readable wheel"),
+    "zip bomb": (_bomb, r"0\.3\.0.*zeros.bin is compressed more than 1000:1"),
+    "a member larger than it says": (_liar, r"0\.3\.0.*zeros.bin cannot be read"),
+    "a path that leaves the wheel": (
+        _leaving,
+        r"0\.3\.0.*'pelton/../../evil.py': a path that leaves the wheel",
+    ),
+    "an absolute path": (_absolute, r"0\.3\.0.*'/tmp/evil.py': an absolute path"),
+    "forged RECORD": (_forged_record, r"0\.3\.0.*fails its audit: record: pelton/__init__.py"),
+    "not in RECORD": (_unlisted, r"0\.3\.0.*fails its audit: record: pelton/extra.py"),
+    "metadata of another version": (_other_metadata, r"0\.3\.0.*fails its audit: name"),
+    "metadata of another project": (_other_name, r"0\.3\.0.*fails its audit: name"),
+    "a profile that leaves the index": (_leaving_profile, r"0\.3\.0.*'../../evil' is no name of a profile"),
+    "a pipe": (_pipe, r"0\.3\.0.*not a file"),
+    "a folder": (_folder, r"0\.3\.0.*not a file"),
+    "no zip": (_text, r"0\.3\.0.*not a readable wheel"),
     "from the future": (_from_the_future, "0.3.0.*lies in the future"),
 }
 
@@ -283,6 +360,59 @@ def test_refused_and_nothing_written(case: str, dist: Path, tmp_path: Path) -> N
     with pytest.raises((IndexBuildError, AuditError)):
         made(dist, tmp_path / "fresh")
     assert not (tmp_path / "fresh").exists()
+
+
+def test_two_profiles_are_not_on_one_index(dist: Path) -> None:
+    """A profile may have the name that another one's feature set gets."""
+    entries = [index.read_wheel(path)[0] for path in find_wheels([dist])]
+    (fast,) = [entry for entry in entries if entry.place == "cpu-avx2.fastmath"]
+    other = dataclasses.replace(fast, profile="cpu-avx2.fastmath", file_name="other.whl")
+    with pytest.raises(
+        IndexBuildError, match=r"p/cpu-avx2\.fastmath/simple/: .* is of profile cpu-avx2, other\.whl of"
+    ):
+        index.plan_pages([*entries, other], BASELINE)
+
+
+def test_an_unreadable_folder(dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not passed over, or the index would lose what is in it.  (The tests may run as a user whom no mode stops.)"""
+    site = tmp_path / "site"
+    made(dist, site)
+    before = tree(site)
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if Path(path).name == "cpu-avx512":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(IndexBuildError, match="cpu-avx512: Permission denied; make it readable"):
+            made(dist, site)
+    assert tree(site) == before
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_wheel_is_refused_or_read(wheel_bytes: tuple[Path, bytes], data: st.DataObject) -> None:
+    """Whatever is flipped or cut: an error with the file's name, or the same entry; never another exception."""
+    path, whole = wheel_bytes
+    spoiled = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        spoiled[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(spoiled[: data.draw(st.integers(0, len(whole)) | st.just(len(whole)))])
+    try:
+        entry, _ = index.read_wheel(path)
+    except (IndexBuildError, AuditError) as error:
+        assert path.name in str(error)
+    else:
+        assert (entry.version, entry.profile) == ("0.1.0+cpu.avx2", "cpu-avx2")
+
+
+@pytest.fixture(scope="module")
+def wheel_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = make_wheel(tmp_path_factory.mktemp("wheel"))
+    return path, path.read_bytes()
 
 
 def test_the_same_wheel_in_two_folders_is_one(dist: Path, tmp_path: Path) -> None:
