@@ -46,7 +46,7 @@ __device__ void write_slot(float* slot, int head_size, int num_rows, const amd::
 }
 
 template <class M, class T, int D>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)  // waves that share a SIMD
     amd_decode_kernel(const AttentionArgs a, const AttentionShare share) {
   using S = DecodeShape<M, T, D>;
   using Item = decode::Item<kPositions, S::kRows>;

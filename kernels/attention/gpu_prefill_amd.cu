@@ -19,7 +19,7 @@ template <class M, class T, int D>
 using PrefillShape = amd::TileShape<M, T, D, row_tiles(D), kPositions<M, D>, kThreads>;
 
 template <class M, class T, int D>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)  // waves that share a SIMD
     amd_prefill_kernel(const AttentionArgs a, const AttentionShare share) {
   using S = PrefillShape<M, T, D>;
   __shared__ amd::TileShared<S> shared;
