@@ -88,7 +88,7 @@ class MainIndex:
 
     version: str  # the newest
     variants: tuple[str, ...] = ()  # profiles that have variant wheels of this version
-    has_select: bool = False  # whether it has a command that says which wheel is for a machine
+    script: str = ""  # the file that says which wheel is for a machine, relative to the front page
 
 
 def hardware_text(backend: str, archs: Iterable[str]) -> str:
@@ -150,11 +150,14 @@ def front_page(
 def _main_section(project: str, main: MainIndex, base: str) -> list[str]:
     name, index = html.escape(project), html.escape(f"{base}/simple/")
     lines = ['    <section id="choose">', "    <h2>Let a program choose</h2>"]
-    if main.has_select:
+    if main.script:
+        script = html.escape(f"{base}/{main.script}")
         lines += [
-            "    <p>Prints the command for this machine. It needs nothing but Python:</p>",
-            f"    <pre><code>pip install --no-deps --index-url {index} {name}</code></pre>",
-            f"    <pre><code>{name}-select --index {html.escape(base)}</code></pre>",
+            f'    <p><a href="{html.escape(main.script)}">{html.escape(main.script)}</a> prints the command for this'
+            " machine. It installs nothing and needs nothing but Python; one of</p>",
+            f"    <pre><code>pipx run {script}</code></pre>",
+            f"    <pre><code>uv run {script}</code></pre>",
+            f"    <pre><code>curl -LO {script} &amp;&amp; python3 {html.escape(main.script)}</code></pre>",
         ]
     if main.variants:
         lines += [

@@ -9,6 +9,7 @@ Layout below the output folder; every link is relative, so the folder works on a
     simple/...                                         the baseline profile's wheels without label, for a machine
                                                        nothing is known of, and the variant wheels
     index.html                                         helps a person to choose (front_page)
+    <project>-select.py                                chooses for a machine before anything is installed (select_script)
 
 Installers take the highest local version label, so one index never holds two labels of one version.  Nothing is
 written unless every wheel passed: the names agree, the audit passes, no two wheels contradict each other.
@@ -46,6 +47,7 @@ from pelton_build.front_page import MainIndex, Offer, Release, front_page
 from pelton_build.planning import project_root
 from pelton_build.profile import profile_names
 from pelton_build.project import load_project
+from pelton_build.select_script import entry_point, file_name, select_script
 from pelton_build.toml import parse_toml, read_text
 from pelton_build.values import did_you_mean
 from pelton_build.variants import (
@@ -94,7 +96,7 @@ class WheelEntry:
     source: str = ""  # digest of what it was built from
     variant: str = ""  # label of a variant wheel
     properties: Properties = field(default_factory=dict)  # what a variant wheel needs of a machine
-    has_select: bool = False  # whether it has a command <project>-select
+    select: str = ""  # what its command <project>-select runs, module:function
     yanked: str | None = None  # the reason
 
     @property
@@ -149,9 +151,7 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         if variant:
             properties = read_variant(wheel.read(f"{wheel.dist_info}/{VARIANT}"), variant, str(path))
         scripts = f"{wheel.dist_info}/entry_points.txt"
-        has_select = scripts in wheel.names and f"{name}-select" in wheel.read(scripts).decode(
-            errors="replace"
-        )
+        listed = wheel.read(scripts).decode(errors="replace") if scripts in wheel.names else ""
     if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", claims.profile):  # it becomes a folder's name
         raise IndexBuildError(f"{path}: profile {claims.profile!r} is no name of a profile")
     status = path.stat()
@@ -176,7 +176,7 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         source=source,
         variant=variant,
         properties=properties,
-        has_select=has_select,
+        select=entry_point(listed, name),
     )
     return entry, metadata
 
@@ -505,17 +505,22 @@ def offers_of(plan: Mapping[str, Sequence[WheelEntry]]) -> list[Offer]:
     return offers
 
 
+def newest_of(plan: Mapping[str, Sequence[WheelEntry]]) -> WheelEntry | None:
+    """The newest wheel of simple/ that is neither yanked nor a variant."""
+    plain = [entry for entry in plan.get("simple", ()) if entry.yanked is None and not entry.variant]
+    return plain[-1] if plain else None
+
+
 def main_index_of(plan: Mapping[str, Sequence[WheelEntry]]) -> MainIndex | None:
     """What the front page says of simple/."""
-    held = [entry for entry in plan.get("simple", ()) if entry.yanked is None]
-    plain = [entry for entry in held if not entry.variant]
-    if not plain:
+    newest = newest_of(plan)
+    if newest is None:
         return None
-    newest = plain[-1]
+    held = [entry for entry in plan["simple"] if entry.yanked is None]
     return MainIndex(
         version=newest.version,
         variants=tuple(entry.profile for entry in held if entry.variant and entry.version == newest.version),
-        has_select=newest.has_select,
+        script=file_name(newest.project) if newest.select else "",
     )
 
 
@@ -567,6 +572,10 @@ class _Writer:
 
     def remove_others(self, keep: set[str]) -> None:
         """Remove files and empty folders of ours that no page links to any more."""
+        for path in self.out.glob("*-select.py"):
+            if path.name not in keep:
+                path.unlink()
+                self.removed.append(path.name)
         for top in ("p", "simple", "wheels"):
             folder = self.out / top
             for path in sorted(folder.rglob("*"), reverse=True):
@@ -651,6 +660,18 @@ def _build_index(
     pages["index.html"] = front_page(
         next(iter(entries.values())).project, offers_of(plan), baseline, url, main_index_of(plan)
     )
+
+    newest = newest_of(plan)
+    if newest is not None and newest.select:
+        oldest = re.search(r"(\d+\.\d+)", newest.requires_python)
+        pages[file_name(newest.project)] = select_script(
+            sources[newest.file_name],
+            newest.project,
+            newest.version,
+            newest.select,
+            oldest[1] if oldest else "3.11",
+            url.rstrip("/"),
+        )
 
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):

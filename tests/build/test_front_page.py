@@ -108,16 +108,16 @@ def test_a_withdrawn_release_is_not_recommended() -> None:
     assert "<strong>Withdrawn:</strong>" in front_page("pelton", [alone], "cpu-avx2", "")
 
 
-MAIN = MainIndex("0.1.0", ("cpu-avx2", "cuda-sm90"), has_select=True)
+MAIN = MainIndex("0.1.0", ("cpu-avx2", "cuda-sm90"), script="pelton-select.py")
 
 
 def test_programs_that_choose() -> None:
     text = front_page("pelton", [CPU, HOPPER], "cpu-avx2", "https://example.test/whl", MAIN)
     page = Page(text)
     assert page.ids[0] == "choose"
-    assert page.links[0] == "simple/"
-    assert page.commands[0] == "pip install --no-deps --index-url https://example.test/whl/simple/ pelton"
-    assert "<code>pelton-select --index https://example.test/whl</code>" in text
+    assert page.links[:2] == ["pelton-select.py", "simple/"]
+    assert page.commands[0] == "pipx run https://example.test/whl/pelton-select.py"
+    assert "<code>uv run https://example.test/whl/pelton-select.py</code>" in text
     assert "--preview-features wheel-variants --index https://example.test/whl/simple/ pelton</code>" in text
     assert "cpu-avx2, cuda-sm90" in text
 

@@ -103,7 +103,7 @@ def test_engine_options_are_documented(module: str, name: str, apart: set[str]) 
 
 def test_audit_checks_are_documented() -> None:
     section = (ROOT / "docs" / "install.md").read_text().partition("## The audit")[2]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, re.MULTILINE))
     assert rows == {name: summary for name, (_, summary) in audit.CHECKS.items()}
 
 

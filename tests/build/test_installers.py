@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from pelton_build.cmake import source_digest
+from pelton_build.cmake import profiles_of, source_digest
 from pelton_build.index import build_index, find_wheels
 from pelton_build.profile import load_profile, profile_names
 from pelton_build.serve import serving
@@ -61,7 +61,7 @@ def run(*command: object, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, check=False, capture_output=True, text=True, env=environment(**changes))
 
 
-def installer(requirement: str) -> Path:
+def installer(requirement: str, *options: str) -> Path:
     """The folder that an installer is in."""
     folder = ROOT / "build" / "installers" / requirement.replace("==", "-").replace("*", "x")
     if not (folder / "done").exists():
@@ -72,9 +72,9 @@ def installer(requirement: str) -> Path:
             "pip",
             "install",
             "-q",
-            "--no-deps",
             "--target",
             str(folder),
+            *options,
             requirement,
         ]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -104,7 +104,7 @@ class Machine:
         return found
 
     def pip(self, version: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        path = str(installer(version))
+        path = str(installer(version, "--no-deps"))
         return run(sys.executable, "-m", "pip", "--python", self.python, *arguments, PYTHONPATH=path)
 
     def installed(self) -> str:
@@ -351,6 +351,35 @@ def test_uv_without_the_preview_takes_the_baseline(machine: Machine) -> None:
     assert done.returncode == 0, done.stderr
     assert machine.installed() == "0.2.0 cpu-avx2"
     assert not list(machine.packages.glob("pelton-*.dist-info/variant.json"))
+
+
+# --- the command that chooses, before anything is installed ---
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of pelton-select.py."""
+    folder = tmp_path_factory.mktemp("script")
+    modules = {f"pelton/{path.name}": path.read_bytes() for path in (ROOT / "python" / "pelton").glob("*.py")}
+    scripts = b"[console_scripts]\npelton-select = pelton.select_wheel:main\n"
+    parts = unlabelled().but(files={**modules, "pelton-0.1.0.dist-info/entry_points.txt": scripts})
+    wheel = make_wheel(folder / "dist", parts.with_info(profiles=profiles_of(ROOT)))
+    build_index([wheel], folder / "site", baseline="cpu-avx2")
+    with serving(folder / "site") as site:
+        yield f"{site}/pelton-select.py"
+
+
+@pytest.mark.parametrize("runner", ["uv", "pipx"])
+def test_a_runner_starts_the_command(runner: str, script: str, tmp_path: Path) -> None:
+    (tmp_path / "machine.toml").write_text('driver = ""\n[[gpu]]\narch = "gfx90a"\n')
+    changes = {"PELTON_HOST": str(tmp_path / "machine.toml"), "PIPX_HOME": str(tmp_path / "pipx")}
+    if runner == "uv":
+        command = (installer(UV) / "bin" / "uv", "run", "--no-project", "--python", sys.executable)
+    else:
+        changes["PYTHONPATH"] = str(installer("pipx"))
+        command = (sys.executable, "-m", "pipx", "run")
+    done = run(*command, script, "--profile-only", **changes)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["rocm-gfx90a"]), done.stderr
 
 
 # --- a real wheel ---
