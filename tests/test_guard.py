@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pelton import guard
-from pelton._gpus import Answer, Gpu, amd_gpus, ask_nvidia, fit, visible
+from pelton._gpus import Answer, Gpu, amd_gpus, ask_nvidia, ask_rocminfo, fit, visible
 from pelton.errors import HardwareMismatch, InvalidValueError
 from pelton.guard import LEVELS, Machine, described_machine, find_mismatch, level_features
 
@@ -30,6 +30,7 @@ PROFILES = [
     {"profile": "cuda-sm80", "backend": "cuda", "archs": ["sm_80", "compute_80"]},
     {"profile": "cuda-sm90", "backend": "cuda", "archs": ["sm_90a"]},
     {"profile": "rocm-gfx90a", "backend": "rocm", "archs": ["gfx90a"]},
+    {"profile": "rocm-gfx1100", "backend": "rocm", "archs": ["gfx1100"]},
 ]
 AVX512: dict[str, Any] = {
     "profile": "cpu-avx512",
@@ -50,6 +51,7 @@ SM90 = {
 }
 SM80 = {**SM90, "profile": "cuda-sm80", "archs": ["sm_80", "compute_80"], "minimum_driver_ptx": "13.1"}
 GFX90A = {**AVX512, "profile": "rocm-gfx90a", "backend": "rocm", "archs": ["gfx90a"]}
+GFX1100 = {**GFX90A, "profile": "rocm-gfx1100", "archs": ["gfx1100"]}
 H200, A100, A10, T4 = Gpu("sm_90", "H200"), Gpu("sm_80", "A100"), Gpu("sm_86", "A10"), Gpu("sm_75", "T4")
 B200, MI210, RX = Gpu("sm_100", "B200"), Gpu("gfx90a", "MI210"), Gpu("gfx1100", "RX 7900")
 MACHINE = Machine("linux", "x86_64", "2.36", V4, frozenset(), "2.13.0+cpu")
@@ -123,7 +125,7 @@ MISMATCHES = {
     "an older card": (SM90, gpu_machine(A100), "GPU 0, A100 (sm_80)", "sm_90a", "/p/cuda-sm80/simple/ pelton"),
     "a card that no build is for": (SM90, gpu_machine(T4), "GPU 0, T4 (sm_75)", "sm_90a", "/p/cpu-avx512/simple/ pelton"),
     "a newer card, and no PTX": (SM90, gpu_machine(B200), "GPU 0, B200 (sm_100)", "sm_90a", "/p/cuda-sm80/simple/ pelton"),
-    "two cards, none of them covered": (SM90, gpu_machine(T4, A100), "GPU 0, T4 (sm_75)", "sm_90a", "/p/cpu-avx512/"),
+    "two cards, none of them covered": (SM90, gpu_machine(T4, A100), "GPU 0, T4 (sm_75)", "sm_90a", "/p/cuda-sm80/"),
     "old driver": (SM90, gpu_machine(H200, driver="12.8"), "driver for CUDA 12.8", "CUDA 13.0 or newer (version 580 or newer)", "install an NVIDIA driver"),
     "driver too old for the PTX": (SM80, gpu_machine(B200, driver="13.0"), "driver for CUDA 13.0 with GPU 0, B200 (sm_100)", "CUDA 13.1", "install an NVIDIA driver"),
     "torch for CPUs": (
@@ -134,7 +136,13 @@ MISMATCHES = {
     "no AMD GPU, and what NVIDIA's driver says of itself": (
         GFX90A, gpu_machine(gpus=(), gpu_note="libcuda.so.1 is not there"), "no AMD GPU (the kernel's AMD driver lists none in /sys/class/kfd)", "gfx90a", "/p/cpu-avx512/"),
     "no AMD GPU": (GFX90A, gpu_machine(H200), "no AMD GPU", "gfx90a", "/p/cuda-sm90/simple/ pelton"),
-    "another AMD GPU": (GFX90A, gpu_machine(RX), "GPU 0, RX 7900 (gfx1100)", "gfx90a", "/p/cpu-avx512/"),
+    "a neighbour of AMD's GPUs that is covered by nothing": (
+        GFX90A, gpu_machine(Gpu("gfx942", "MI300X")), "GPU 0, MI300X (gfx942)", "gfx90a", "no build is for gfx942, and code for its neighbours does not run on it; to build one from source, see docs/new-gpu.md"),
+    "an AMD GPU that another build is for": (
+        GFX90A, gpu_machine(RX), "GPU 0, RX 7900 (gfx1100)", "gfx90a", "/p/rocm-gfx1100/simple/ pelton"),
+    "gfx1101 with the build for gfx1100": (
+        GFX1100, gpu_machine(Gpu("gfx1101", "RX 7800 XT")), "GPU 0, RX 7800 XT (gfx1101)", "gfx1100", "/p/cpu-avx512/simple/ pelton"),
+    "gfx1030 with the build for gfx1100": (GFX1100, gpu_machine(Gpu("gfx1030")), "GPU 0, gfx1030", "gfx1100", "no build is for gfx1030"),
     "torch without ROCm": (GFX90A, gpu_machine(MI210, torch_rocm=None), "without ROCm", "built for ROCm", "pip install"),
     "ARM": (AVX2, machine(machine="aarch64"), "linux on aarch64", "linux on x86_64", "x86-64 processor"),
     "macOS": (AVX2, machine(system="darwin"), "darwin on x86_64", "linux on x86_64", "Linux machine"),
@@ -149,6 +157,27 @@ def test_mismatch(case: str) -> None:
     assert found in error.found and needed in error.needed and install in error.install
     for part in (info["profile"], error.found, error.needed, error.install):
         assert part in str(error)
+
+
+@pytest.mark.parametrize(
+    ("info", "host", "topics"),
+    [
+        (AVX2, machine(), []),
+        (AVX512, machine(flags=V3, torch=None, glibc="2.17"), ["machine", "machine", "torch"]),
+        (SM90, gpu_machine(driver=""), ["gpu"]),
+        (SM90, gpu_machine(driver="", torch="2.9.0+cpu", torch_cuda=None), ["torch", "gpu", "torch"]),
+        (SM90, gpu_machine(T4, driver="12.4", torch=None, torch_cuda=None), ["torch", "gpu"]),
+        (SM90, machine(system="darwin", torch=None), ["machine"]),
+    ],
+)
+def test_everything_that_does_not_fit_is_told_once(
+    info: Mapping[str, Any], host: Machine, topics: list[str]
+) -> None:
+    found = list(guard.misfits(info, host))
+    assert [misfit.topic for misfit in found] == topics
+    assert len({misfit.found for misfit in found}) == len(found)
+    first = find_mismatch(info, host)
+    assert (first.found if first else None) == (found[0].found if found else None)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +259,31 @@ def test_amd_gpus_of_the_kernel_driver(tmp_path: Path) -> None:
     assert amd_gpus(tmp_path / "none") == ()
 
 
+ROCMINFO = """#!/bin/sh
+[ -n "$ROCR_VISIBLE_DEVICES$HIP_VISIBLE_DEVICES" ] && exit 1
+echo "ROCk module is loaded"
+printf "*******\\nAgent 1\\n*******\\n  Name:                    AMD EPYC 7763\\n  Device Type:             CPU\\n"
+printf "*******\\nAgent 2\\n*******\\n  Name:                    gfx90a\\n  Marketing Name:          AMD Instinct MI210\\n"
+printf "  Device Type:             GPU\\n  ISA Info:\\n    ISA 1\\n      Name:                    amdgcn-amd-amdhsa--gfx90a:sramecc+:xnack-\\n"
+printf "*******\\nAgent 3\\n*******\\n  Name:                    gfx1101\\n  Device Type:             GPU\\n"
+"""
+
+
+def test_amd_gpus_of_rocminfo(tmp_path: Path) -> None:
+    program = tmp_path / "rocminfo"
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ROCR_VISIBLE_DEVICES": "1"}
+    assert ask_rocminfo(environ) == ()
+    for text, gpus in (
+        (ROCMINFO, (Gpu("gfx90a", "AMD Instinct MI210"), Gpu("gfx1101", "AMD GPU"))),
+        ("#!/bin/sh\necho ROCk module is NOT loaded; exit 1\n", ()),
+        ("#!/bin/sh\nexec sleep 60\n", ()),
+        ("no program", ()),
+    ):
+        program.write_text(text)
+        program.chmod(0o755)
+        assert ask_rocminfo(environ, limit=1.0) == gpus
+
+
 def test_the_command_names_the_index_when_it_is_known() -> None:
     error = find_mismatch(SM90, gpu_machine(A100), "https://wheels.example/pelton")
     assert (
@@ -266,7 +320,15 @@ DESCRIBED = {
     'torch = "2.11.0+cu130"': {"torch": "2.11.0+cu130", "torch_cuda": "13.0"},
     'torch = "2.11.0+rocm6.4"': {"torch": "2.11.0+rocm6.4", "torch_rocm": "6.4"},
     'torch = "2.12.0"\ntorch-cuda = "12.8"': {"torch": "2.12.0", "torch_cuda": "12.8"},
-    'torch-cuda = ""\ntorch-rocm = "6.4"\nrocm = "7.0"': {"torch_rocm": "6.4", "rocm": "7.0"},
+    # torch's own word of its platform, `+cpu`, is not that of the machine that is described
+    'torch-cuda = ""\ntorch-rocm = "6.4"\nrocm = "7.0"': {
+        "torch": "2.13.0",
+        "torch_rocm": "6.4",
+        "rocm": "7.0",
+    },
+    'torch = "2.12.0+cu130"\ntorch-cuda = "13.0"': {"torch": "2.12.0+cu130", "torch_cuda": "13.0"},
+    'torch = "2.12.0+rocm6.4.1"\ntorch-rocm = "6.4"': {"torch": "2.12.0+rocm6.4.1", "torch_rocm": "6.4"},
+    'torch = "2.12.0+cpu"\ntorch-cuda = ""': {"torch": "2.12.0+cpu"},
     'driver = "13.0"': {"driver": "13.0", "gpus": ()},
     'driver = ""': {"driver": "", "gpus": ()},
     "gpu = []": {"gpus": ()},
@@ -303,6 +365,16 @@ WRONG = {
     "[cpu]\nwith = 'avx2'": "expected a list",
     "[cpu]\nenabled = ['avx2']": "cpu.enabled: unknown 'avx2'",
     "cpu = 3": "expected a table",
+    "torch = '2.13.0+cpu'\ntorch-cuda = '13.0'": r"torch-cuda is '13.0', and torch '2.13.0\+cpu' is built for no CUDA",
+    "torch = '2.13.0+cu128'\ntorch-cuda = '13.0'": "is built for CUDA 12.8",
+    "torch = '2.13.0+cu130'\ntorch-cuda = ''": "torch-cuda is '', and torch .* is built for CUDA 13.0",
+    "torch = '2.13.0+cu130'\ntorch-rocm = '6.4'": "torch-rocm is '6.4', .* is built for no ROCm",
+    "torch = ''\ntorch-rocm = '6.4'": "torch-rocm is '6.4', and there is no torch",
+    "torch-cuda = '13.0'\ntorch-rocm = '6.4'": "are both given",
+    "torch-cuda = 'yes'": "torch-cuda: expected a version of CUDA",
+    "torch = 'newest'": "torch: expected a version",
+    "glibc = 'new'": "glibc: expected a version",
+    "rocm = 'yes'": "rocm: expected a version",
     "driver = '580.65'": "driver: expected the CUDA version",
     "driver = '13'": "driver: expected the CUDA version",
     "driver = 13.0": "driver: expected text",
@@ -633,6 +705,26 @@ def test_a_driver_that_hangs_or_crashes_is_no_answer(
     answer = ask_nvidia(settings, limit)
     assert answer.driver is None and note in answer.note
     assert find_mismatch(SM90, machine(torch_cuda="13.0", driver=answer.driver)) is None
+
+
+def import_with(environ: Mapping[str, str]) -> str:
+    """What importing the package says on stderr."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PELTON_")}
+    path = os.pathsep.join([str(Path(guard.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "import pelton"],
+        check=True, capture_output=True, text=True, env={**clean, "PYTHONPATH": path, **environ},
+    )  # fmt: skip
+    return done.stderr
+
+
+def test_a_misspelt_variable_is_told_when_the_package_is_imported() -> None:
+    assert import_with({"PELTON_INDEX": "https://wheels.example", "PELTON_PROFILE": "cpu-avx2"}) == ""
+    said = import_with({"PELTON_HSOT": "machine.toml", "PELTON_OTHER": ""})
+    assert said.splitlines() == [
+        "environment variable PELTON_HSOT is unknown to pelton and has no effect (did you mean 'PELTON_HOST'?)",
+        "environment variable PELTON_OTHER is unknown to pelton and has no effect",
+    ]
 
 
 def test_torch_is_known_without_importing_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pelton import _editable
+from pelton import _editable, _environment
 
 if TYPE_CHECKING:
     from pelton import build_info
@@ -47,6 +47,7 @@ _HOMES = {
     "build_info": "build_info",
 }
 
+_environment.warn()
 _editable.rebuild()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from . import _ask_driver
 
-__all__ = ["Answer", "Gpu", "amd_gpus", "ask_nvidia", "fit", "visible"]
+__all__ = ["Answer", "Gpu", "amd_gpus", "ask_nvidia", "ask_rocminfo", "fit", "visible"]
 
 LIMIT = 20.0
 """Seconds that the driver has to answer in: it may first have to wake up many GPUs."""
@@ -100,6 +101,27 @@ def amd_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
             arch = f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}"
             found.append((int(node.name) if node.name.isdecimal() else sys.maxsize, Gpu(arch, "AMD GPU")))
     return tuple(gpu for _, gpu in sorted(found, key=lambda pair: pair[0]))
+
+
+def ask_rocminfo(environ: Mapping[str, str], limit: float = 5.0) -> tuple[Gpu, ...]:
+    """The GPUs that ROCm's tool lists, for systems whose kernel does not list them (WSL). Raises nothing."""
+    program = shutil.which("rocminfo", path=environ.get("PATH"))
+    if program is None:
+        return ()
+    hidden = {key: value for key, value in environ.items() if not key.endswith("_VISIBLE_DEVICES")}
+    try:
+        done = subprocess.run(
+            [program], check=False, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, env=hidden
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        return ()
+    found = []
+    for agent in done.stdout.decode(errors="replace").split("\nAgent ")[1:]:
+        name = re.search(r"^\s*Name:\s*(gfx[0-9a-f]+)\s*$", agent, re.MULTILINE)
+        if name and re.search(r"^\s*Device Type:\s*GPU\s*$", agent, re.MULTILINE):
+            called = re.search(r"^\s*Marketing Name:\s*(\S.*?)\s*$", agent, re.MULTILINE)
+            found.append(Gpu(name[1], called[1] if called else "AMD GPU"))
+    return tuple(found)
 
 
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:

@@ -34,23 +34,25 @@ import platform
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ._gpus import Answer, Gpu, amd_gpus, ask_nvidia, fit, visible
+from ._gpus import Answer, Gpu, amd_gpus, ask_nvidia, ask_rocminfo, fit, visible
 from .errors import HardwareMismatch, InvalidValueError, did_you_mean
 
 __all__ = [
     "LEVELS",
     "Machine",
+    "Misfit",
     "best_cpu_profile",
     "check",
     "check_gpu",
     "describe",
     "find_mismatch",
     "index_address",
+    "misfits",
     "numbers",
     "this_machine",
     "uncovered_gpus",
@@ -136,7 +138,7 @@ def check() -> None:
     if build_info.path is None:  # a source tree that was not built: the loader says so
         return
     info, machine = build_info.as_dict(), this_machine(gpus=build_info.backend != "cpu")
-    mismatch = find_mismatch(info, machine, os.environ.get("PELTON_INDEX", ""))
+    mismatch = find_mismatch(info, machine, index_address())
     if mismatch is not None:
         raise mismatch
     for index in uncovered_gpus(info, machine):
@@ -169,9 +171,29 @@ def check_gpu(index: int) -> None:
     if build_info.path is None or build_info.backend == "cpu" or os.environ.get("PELTON_LIBRARY"):
         return
     info, machine = build_info.as_dict(), this_machine(gpus=True)
-    mismatch = _gpu_mismatch(info, machine, index, os.environ.get("PELTON_INDEX", ""))
-    if mismatch is not None:
-        raise mismatch
+    wrong = (misfit for misfit in misfits(info, machine, index_address()) if misfit.topic == "torch")
+    misfit = _gpu_misfit(info, machine, index, index_address()) or next(wrong, None)
+    if misfit is not None:
+        raise misfit.error(build_info.profile)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One thing in which a build and a machine do not fit."""
+
+    topic: Literal["machine", "torch", "gpu"]
+    """What has to change: the machine or the build for its CPU, the installed torch, or GPU and driver."""
+    found: str
+    needed: str
+    install: str
+
+    def error(self, profile: str) -> HardwareMismatch:
+        return HardwareMismatch(
+            f"this build of pelton (profile {profile}) does not fit this machine",
+            found=self.found,
+            needed=self.needed,
+            install=self.install,
+        )
 
 
 def find_mismatch(info: Mapping[str, Any], machine: Machine, index: str = "") -> HardwareMismatch | None:
@@ -181,78 +203,86 @@ def find_mismatch(info: Mapping[str, Any], machine: Machine, index: str = "") ->
         info: the content of `_build_info.json`.
         index: address of the index that the build came from, for the command that helps.
     """
-    profile = str(info["profile"])
-    what = f"this build of pelton (profile {profile})"
+    misfit = next(misfits(info, machine, index), None)
+    return None if misfit is None else misfit.error(str(info["profile"]))
 
-    def mismatch(found: str, needed: str, install: str) -> HardwareMismatch:
-        return HardwareMismatch(
-            f"{what} does not fit this machine", found=found, needed=needed, install=install
-        )
 
+def misfits(info: Mapping[str, Any], machine: Machine, index: str = "") -> Iterator[Misfit]:
+    """All things in which a build and a machine do not fit, each once, the first to be mended first."""
     if machine.system != "linux" or machine.machine != "x86_64":
-        found = f"{machine.system} on {machine.machine}"
-        return mismatch(
-            found, "linux on x86_64", "no build for this system: use a Linux machine with an x86-64 processor"
-        )
+        install = "no build for this system: use a Linux machine with an x86-64 processor"
+        yield Misfit("machine", f"{machine.system} on {machine.machine}", "linux on x86_64", install)
+        return
     glibc = str(info["glibc"])
     if machine.glibc is None or numbers(machine.glibc) < numbers(glibc):
         found = f"glibc {machine.glibc}" if machine.glibc else "a C library that is not glibc"
         install = "use a newer Linux distribution (Debian 10, Ubuntu 20.04, RHEL 8 or later), or build from source on this one"
-        return mismatch(found, f"glibc {glibc} or newer", install)
+        yield Misfit("machine", found, f"glibc {glibc} or newer", install)
     if info["backend"] == "cpu":
-        for level in info["archs"]:
-            missing = level_features(level) - machine.flags
-            if missing:
-                return mismatch(
-                    _describe_cpu(machine, missing), f"a CPU with {level}", _other_build(info, machine, index)
-                )
+        missing = frozenset().union(*(level_features(level) for level in info["archs"])) - machine.flags
+        if missing:
+            needed = f"a CPU with {_either(info['archs'])}"
+            yield Misfit(
+                "machine", _describe_cpu(machine, missing), needed, _other_build(info, machine, index)
+            )
     floor = str(info["torch_floor"])
     if machine.torch is None:
-        return mismatch("no torch", f"torch {floor} or newer", f'pip install "torch>={floor}"')
-    if numbers(machine.torch) < numbers(floor):
-        return mismatch(
-            f"torch {machine.torch}", f"torch {floor} or newer", f'pip install --upgrade "torch>={floor}"'
+        yield Misfit("torch", "no torch", f"torch {floor} or newer", f'pip install "torch>={floor}"')
+    elif numbers(machine.torch) < numbers(floor):
+        install = f'pip install --upgrade "torch>={floor}"'
+        yield Misfit("torch", f"torch {machine.torch}", f"torch {floor} or newer", install)
+    if info["backend"] == "cpu":
+        return
+    gpu = _gpu_misfit(info, machine, None, index)
+    if gpu is not None:
+        yield gpu
+    kind = "ROCm" if info["backend"] == "rocm" else "CUDA"
+    if machine.torch is not None and not (machine.torch_rocm if kind == "ROCm" else machine.torch_cuda):
+        yield Misfit(
+            "torch",
+            f"torch {machine.torch}, a build without {kind}",
+            f"torch {floor} or newer, built for {kind}",
+            f'pip install --force-reinstall "torch>={floor}"   (from an index with builds for {kind})',
         )
-    return None if info["backend"] == "cpu" else _gpu_mismatch(info, machine, None, index)
 
 
 # NVIDIA's drivers by the first CUDA version of a major one that they support.
 _DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
 
 
-def _gpu_mismatch(
-    info: Mapping[str, Any], machine: Machine, number: int | None, index: str
-) -> HardwareMismatch | None:
-    """The first thing in which a GPU build does not fit driver, GPU and torch; None when all fit.
+def _gpu_misfit(info: Mapping[str, Any], machine: Machine, number: int | None, index: str) -> Misfit | None:
+    """The first thing in which a GPU build does not fit driver and GPU; None when both fit.
 
     Args:
         number: the GPU's; None: the first one that the build runs on, if there is any.
     """
-    archs, rocm = [str(arch) for arch in info["archs"]], info["backend"] == "rocm"
-    maker = "AMD" if rocm else "NVIDIA"
-    wanted = f"an {maker} GPU that runs {_either(archs)}"
-
-    def mismatch(found: str, needed: str, install: str) -> HardwareMismatch:
-        what = f"this build of pelton (profile {info['profile']}) does not fit this machine"
-        return HardwareMismatch(what, found=found, needed=needed, install=install)
-
     other = _other_build(info, machine, index)
-    if machine.driver == "" and not rocm:
+    if machine.driver == "" and info["backend"] != "rocm":
         why = f" ({machine.gpu_note})" if machine.gpu_note else ""
-        return mismatch(f"no NVIDIA driver{why}", wanted, other)
-    if machine.gpus is not None:
-        wrong = _card_mismatch(info, machine, number)
-        if wrong is not None:
-            found, needed, install = wrong
-            return mismatch(found, needed, install or other)
-    if not (machine.torch_rocm if rocm else machine.torch_cuda):
-        kind, floor = ("ROCm" if rocm else "CUDA"), info["torch_floor"]
-        return mismatch(
-            f"torch {machine.torch}, a build without {kind}",
-            f"torch {floor} or newer, built for {kind}",
-            f'pip install --force-reinstall "torch>={floor}"   (from an index with builds for {kind})',
-        )
-    return None
+        return Misfit("gpu", f"no NVIDIA driver{why}", _wanted(info), other)
+    if machine.gpus is None:  # not known, which is no mismatch
+        return None
+    wrong = _card_mismatch(info, machine, number)
+    if wrong is None:
+        return None
+    found, needed, install = wrong
+    return Misfit("gpu", found, needed, install or f"{other}{_own_build(info, machine, number)}")
+
+
+def _wanted(info: Mapping[str, Any]) -> str:
+    maker = "AMD" if info["backend"] == "rocm" else "NVIDIA"
+    return f"an {maker} GPU that runs {_either(info['archs'])}"
+
+
+def _own_build(info: Mapping[str, Any], machine: Machine, number: int | None) -> str:
+    """What else there is for a GPU of AMD's that no build is for: code for a neighbour does not run on it."""
+    gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"] == "rocm"]
+    if not gpus:
+        return ""
+    gpu = gpus[number or 0]
+    if any(fit(map(str, other["archs"]), gpu) for other in info.get("profiles", ())):
+        return ""
+    return f"   (no build is for {gpu.arch}, and code for its neighbours does not run on it; to build one from source, see docs/new-gpu.md)"
 
 
 def _card_mismatch(
@@ -260,8 +290,7 @@ def _card_mismatch(
 ) -> tuple[str, str, str] | None:
     """Found, needed and what helps (empty: another build) when the build does not run on GPU `number`."""
     archs, rocm = [str(arch) for arch in info["archs"]], info["backend"] == "rocm"
-    maker = "AMD" if rocm else "NVIDIA"
-    wanted = f"an {maker} GPU that runs {_either(archs)}"
+    maker, wanted = "AMD" if rocm else "NVIDIA", _wanted(info)
     gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
     if not gpus:
         if machine.gpu_note and not rocm:  # what NVIDIA's driver said
@@ -345,7 +374,7 @@ def _describe_cpu(machine: Machine, missing: frozenset[str]) -> str:
 def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
     """The command that installs the best build for this machine, by what the build info knows of the others.
 
-    1. Of the builds for the first GPU, the one whose arch is nearest to it.
+    1. Of the builds for the first GPU that there is one for, the one whose arch is nearest to it.
     2. Of the builds for this CPU, the one of the highest level.
     """
     best = _gpu_build(info, machine) or best_cpu_profile(info, machine)
@@ -360,18 +389,18 @@ def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
 
 
 def _gpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
-    if not machine.gpus or (
-        not machine.driver and machine.gpus[0].backend == "cuda" and machine.driver is not None
-    ):
-        return None
-    gpu = machine.gpus[0]
-    fitting = [
-        (best[0], str(other["profile"]))
-        for other in info.get("profiles", ())
-        if other["backend"] == gpu.backend and other["profile"] != info["profile"]
-        if (best := fit(map(str, other["archs"]), gpu)) is not None
-    ]
-    return min(fitting)[1] if fitting else None
+    for gpu in machine.gpus or ():
+        if gpu.backend == "cuda" and machine.driver == "":
+            continue
+        fitting = [
+            (best[0], str(other["profile"]))
+            for other in info.get("profiles", ())
+            if other["backend"] == gpu.backend and other["profile"] != info["profile"]
+            if (best := fit(map(str, other["archs"]), gpu)) is not None
+        ]
+        if fitting:
+            return min(fitting)[1]
+    return None
 
 
 def best_cpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
@@ -428,7 +457,7 @@ def real_machine(gpus: bool = False) -> Machine:
 
 def _with_gpus(machine: Machine) -> Machine:
     answer = _ask_nvidia(tuple(os.environ.get(name) for name in _NVIDIA_VARIABLES))
-    amd = visible(amd_gpus(), os.environ)
+    amd = visible(amd_gpus() or ask_rocminfo(os.environ), os.environ)
     known = answer.driver is not None or amd
     return replace(
         machine,
@@ -549,12 +578,11 @@ def described_machine(path: Path, real: Machine, environ: Mapping[str, str] | No
             raise wrong(f"unknown key {key!r}{did_you_mean(key, _HOST_KEYS)}; known: {', '.join(_HOST_KEYS)}")
     changes: dict[str, Any] = {key: text(data, key) for key in ("system", "machine") if key in data}
     # An empty text says that there is none.
-    changes |= {key: text(data, key) or None for key in ("glibc", "rocm", "torch") if key in data}
-    if "torch" in changes:
-        changes |= _torch_builds(changes["torch"])
-    changes |= {
-        key.replace("-", "_"): text(data, key) or None for key in ("torch-cuda", "torch-rocm") if key in data
-    }
+    changes |= {key: text(data, key) or None for key in ("glibc", "rocm") if key in data}
+    for key, version in changes.items():
+        if version and key in ("glibc", "rocm") and not re.match(r"\d+\.\d+", version):
+            raise wrong(f"{key}: expected a version such as '2.28', found {version!r}")
+    changes |= _described_torch(data, real, text, wrong)
     if "driver" in data:
         changes |= {"driver": _described_driver(text(data, "driver"), wrong), "gpus": (), "gpu_note": ""}
     if "gpu" in data:
@@ -585,6 +613,40 @@ def described_machine(path: Path, real: Machine, environ: Mapping[str, str] | No
         flags = frozenset(flag for flag in has if flag not in REGISTERS or REGISTERS[flag] in enabled)
         off = has - flags
     return replace(machine, flags=flags, off=off - names(cpu, "without", known))
+
+
+_PLATFORMS = (("torch-cuda", "torch_cuda", "CUDA"), ("torch-rocm", "torch_rocm", "ROCm"))
+
+
+def _described_torch(
+    data: Mapping[str, Any],
+    real: Machine,
+    text: Callable[[Mapping[str, Any], str], str],
+    wrong: Callable[[str], InvalidValueError],
+) -> dict[str, str | None]:
+    """What the keys `torch`, `torch-cuda` and `torch-rocm` say. Refuses what contradicts itself."""
+    if not any(key in data for key in ("torch", "torch-cuda", "torch-rocm")):
+        return {}
+    version = text(data, "torch") if "torch" in data else (real.torch or "").partition("+")[0]
+    if version and not re.match(r"\d+\.\d+", version):
+        raise wrong(f"torch: expected a version such as '2.12.0+cu130', or '' for none; found {version!r}")
+    builds = {field: text(data, key) or None for key, field, _ in _PLATFORMS if key in data}
+    told = _torch_builds(version or None)
+    for key, field, name in _PLATFORMS:
+        given = builds.get(field)
+        if given and not re.match(r"\d+\.\d+", given):
+            raise wrong(
+                f"{key}: expected a version of {name} such as '13.0', or '' for none; found {given!r}"
+            )
+        if field in builds and field in told and numbers(given or "")[:2] != numbers(told[field] or "")[:2]:
+            made = f"{name} {told[field]}" if told[field] else f"no {name}"
+            found = f"torch {version!r} is built for {made}" if version else "there is no torch"
+            raise wrong(f"{key} is {given or ''!r}, and {found}; correct one of them")
+    if all(builds.get(field) for _, field, _ in _PLATFORMS):
+        raise wrong(
+            "torch-cuda and torch-rocm are both given: a torch is built for one of them; leave one out"
+        )
+    return {"torch": version or None, **told, **builds}
 
 
 def _torch_builds(version: str | None) -> Mapping[str, str | None]:

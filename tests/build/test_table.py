@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import plan_cases
+from pelton_build import settings
 from pelton_build.errors import TableError
 from pelton_build.table import FOLDER, load_table, parse_table
 
@@ -42,6 +43,23 @@ def test_variables_of_the_package_are_no_unknown_settings() -> None:
     }
     assert "PELTON_LIBRARY" in read
     assert read <= set(plan_cases.real_table().library.environment)
+
+
+def test_no_variable_of_the_build_is_unknown_to_the_package() -> None:
+    """The package warns of what neither it nor the build reads; it cannot import the build to know."""
+    from pelton import _environment
+
+    table = plan_cases.real_table()
+    features = {feature.environment for feature in table.features.values()}
+    build = {
+        settings.PROFILE,
+        settings.DEVICE,
+        settings.TORCH_DIR,
+        settings.VERSION,
+        *table.library.environment,
+    }
+    known = {name for name in build | features if name and name.startswith(settings.PREFIX)}
+    assert known == {*_environment.RUN, *_environment.BUILD}
 
 
 @pytest.mark.parametrize(
