@@ -16,11 +16,10 @@ constexpr int kNarrowWarps = 16;                              // of a block, at 
 
 struct NarrowPlan {
   Cutting slabs, panels;  // between ranges of outputs, and between the splits of each
-  Reciprocal per_split, per_group;
+  Reciprocal per_split, per_group, per_token;
   int splits, warps, pairs;  // pairs of slabs under way of each warp
   int exchange_slabs;        // that are put together at once
   int x_row_bytes, input_tiles, blocks;
-  bool paired;  // outputs may be written two at a time
 };
 
 template <class T_, int Bits_, int TokenBlocks_>
@@ -96,9 +95,7 @@ struct NarrowLoader {
 
 // The oldest of as many pairs as there are slots is there.
 __device__ __forceinline__ void wait_for_pair(int pairs) {
-  if (pairs == 4) {
-    copy_async_wait<3>();
-  } else if (pairs == 2) {
+  if (pairs == 2) {
     copy_async_wait<1>();
   } else {
     copy_async_wait<0>();
@@ -153,42 +150,61 @@ struct SlabWeights {
     zeros = S::kBits == 4 ? 0x0808u : 0x8080u;
     if (with_zeros) zeros = *reinterpret_cast<const uint16_t*>(pair + S::kZerosAt + i * kSlab + lane / 4 * 2);
   }
+};
 
-  // Adds the products with a panel's inputs.
-  __device__ __forceinline__ void multiply(float (&sums)[S::kTokenBlocks][4],
-                                           const PanelInputs<S>& inputs) const {
-    using T = typename S::T;
-    const float scale[2] = {to_float(T{uint16_t(scales)}), to_float(T{uint16_t(scales >> 16)})};
-    float part[S::kTokenBlocks][4] = {};
-    SlabZeros exact{};
-    if constexpr (!kRaw<T, S::kBits>) exact = slab_zeros<T, S::kBits>(zeros);
+// Adds the products of one or two slabs with a panel's inputs, step by step, so that several chains of them
+// hide their latency.
+template <class S, int Count>
+__device__ __forceinline__ void multiply_slabs(float (*sums)[S::kTokenBlocks][4],
+                                               const SlabWeights<S>* weights, const PanelInputs<S>& inputs) {
+  using T = typename S::T;
+  constexpr bool kIsRaw = kRaw<T, S::kBits>;
+  float part[Count][S::kTokenBlocks][4] = {};
+  SlabZeros exact[Count];
+  if constexpr (!kIsRaw) {
 #pragma unroll
-    for (int step = 0; step < kPanelSteps; ++step) {
+    for (int s = 0; s < Count; ++s) exact[s] = slab_zeros<T, S::kBits>(weights[s].zeros);
+  }
+#pragma unroll
+  for (int step = 0; step < kPanelSteps; ++step) {
+#pragma unroll
+    for (int s = 0; s < Count; ++s) {
       uint32_t w[4];
-      if constexpr (kRaw<T, S::kBits>) {
-        unpack<T, S::kBits>(w, words[step / kSteps], step % kSteps);
+      if constexpr (kIsRaw) {
+        unpack<T, S::kBits>(w, weights[s].words[step / kSteps], step % kSteps);
       } else {
-        dequantize<T, S::kBits>(w, words[step / kSteps], step % kSteps, exact);
+        dequantize<T, S::kBits>(w, weights[s].words[step / kSteps], step % kSteps, exact[s]);
       }
 #pragma unroll
-      for (int n = 0; n < S::kTokenBlocks; ++n) mma_m16n8k16<T>(part[n], w, inputs.b[n][step]);
+      for (int n = 0; n < S::kTokenBlocks; ++n) mma_m16n8k16<T>(part[s][n], w, inputs.b[n][step]);
     }
+  }
+#pragma unroll
+  for (int s = 0; s < Count; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       constexpr RawForm kForm = raw_form<T, S::kBits>();
-      const float factor = scale[half] * (half == 0 ? kForm.low_factor : kForm.high_factor);
-      const float zero = scale[half] * (float(zeros >> (8 * half) & 255u) + kForm.offset);
+      const float scale = to_float(T{uint16_t(weights[s].scales >> (16 * half))});
+      const float factor = scale * (half == 0 ? kForm.low_factor : kForm.high_factor);
+      const float zero = scale * (float(weights[s].zeros >> (8 * half) & 255u) + kForm.offset);
 #pragma unroll
       for (int n = 0; n < S::kTokenBlocks; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          sums[n][i] = fmaf(part[n][i], factor, sums[n][i]);
-          if constexpr (kRaw<T, S::kBits>) sums[n][i] = fmaf(-zero, inputs.sums[n][i], sums[n][i]);
+          sums[s][n][i] = fmaf(part[s][n][i], factor, sums[s][n][i]);
+          if constexpr (kIsRaw) sums[s][n][i] = fmaf(-zero, inputs.sums[n][i], sums[s][n][i]);
         }
       }
     }
   }
-};
+}
+
+template <class T>
+__device__ __forceinline__ void write_output(const MarlinGemmArgs& a, float sum, int row, int token) {
+  if (row >= a.n) return;
+  if (a.bias != nullptr) sum += to_float(static_cast<const T*>(a.bias)[row]);
+  static_cast<T*>(a.out)[token * a.out_stride + row] = from_float<T>(sum);
+}
 
 template <class S>
 __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
@@ -198,7 +214,7 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
   const int range = plan.per_split.divide(blockIdx.x), split = int(blockIdx.x) - range * plan.splits;
   const int first_slab = plan.slabs.first(range), last_slab = plan.slabs.first(range + 1);
   const int begin_panel = plan.panels.first(split), last_panel = plan.panels.first(split + 1);
-  const int first_panel = begin_panel + warp;
+  const int first_panel = begin_panel + warp, tokens = int(a.m);
   // What the warps exchange, each one's pairs, the block's x.
   float* const exchange = dynamic_shared<float>();
   unsigned char* const rings =
@@ -216,10 +232,13 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
                          .base = first_panel < last_panel ? first_slab : last_slab,
                          .panel = first_panel};
   loader.copy();
+  const int first_row = int(blockIdx.x) % tokens;
 #pragma unroll 1
   for (int panel = first_panel; panel < last_panel; panel += plan.warps) {
 #pragma unroll 1
-    for (int row = lane / 16; row < int(a.m); row += 2) {
+    for (int i = lane / 16; i < tokens; i += 2) {
+      // Each block begins with another row: not all ask for the same lines at once.
+      const int row = (i + first_row) % tokens;
       const int input = panel * kPanel + lane % 16 * 8;
       const bool valid = input < int(a.k);
       const T* const from = static_cast<const T*>(a.x) + (valid ? row * a.x_stride + input : 0);
@@ -238,8 +257,9 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
   uint32_t* const counters = reinterpret_cast<uint32_t*>(a.workspace);
   const int most_slabs = plan.slabs.each + (plan.slabs.longer > 0 ? 1 : 0);
   float* const slots = a.workspace + kMarlinCounters;
-  const auto slot_of = [&](int split, int slab) {
-    return slots + ((int64_t(range) * plan.splits + split) * most_slabs + slab - first_slab) * S::kSumFloats;
+  const auto slot_of = [&](int split, int slab, int token) {
+    const int64_t slabs_before = (int64_t(range) * plan.splits + split) * most_slabs + slab - first_slab;
+    return (slabs_before * tokens + token) * kSlab;
   };
   int slot = 0;
 #pragma unroll 1
@@ -267,8 +287,11 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
         __syncwarp();  // all have read the slot
         loader.copy();
         loader.close();
-        weights[0].multiply(sums[2 * pair], inputs);
-        if (both) weights[1].multiply(sums[2 * pair + 1], inputs);
+        if (both) {
+          multiply_slabs<S, 2>(sums + 2 * pair, weights, inputs);
+        } else {
+          multiply_slabs<S, 1>(sums + 2 * pair, weights, inputs);
+        }
       }
     }
     const int parts = min(plan.warps, last_panel - begin_panel);
@@ -288,14 +311,20 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
       }
       __syncthreads();
 #pragma unroll 1
-      for (int task = warp; task < here * S::kTokenBlocks; task += plan.warps) {
-        const int s = task / S::kTokenBlocks, n = task % S::kTokenBlocks, slab = base + first + s;
-        const float* const from = exchange + s * plan.warps * S::kSumFloats + (n * kWarp + lane) * 4;
-        const auto sum = sum_of_parts(from, S::kSumFloats, parts);
+      for (int task = threadIdx.x; task < here * tokens * kSlab; task += blockDim.x) {
+        const int row = task % kSlab, token_slab = task / kSlab, s = plan.per_token.divide(token_slab);
+        const int token = token_slab - s * tokens, slab = base + first + s;
+        // As fragments have it, see mma_m16n8k16.
+        const int in_fragment = (row % 8 * 4 + token % 8 / 2) * 4 + row / 8 * 2 + token % 2;
+        const float* const from =
+            exchange + s * plan.warps * S::kSumFloats + token / 8 * (kWarp * 4) + in_fragment;
+        float sum = from[0];
+#pragma unroll 8
+        for (int i = 1; i < parts; ++i) sum += from[i * S::kSumFloats];
         if (plan.splits == 1) {
-          write_outputs<T>(a, plan.paired, sum, slab * kSlab, n * 8, lane);
+          write_output<T>(a, sum, slab * kSlab + row, token);
         } else {
-          store_vector(slot_of(split, slab) + (n * kWarp + lane) * 4, sum);
+          slots[slot_of(split, slab, token) + row] = sum;
         }
       }
     }
@@ -314,11 +343,14 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
   if (!came_last) return;
   __threadfence();
 #pragma unroll 1
-  for (int task = warp; task < (last_slab - first_slab) * S::kTokenBlocks; task += plan.warps) {
-    const int slab = first_slab + task / S::kTokenBlocks, n = task % S::kTokenBlocks;
-    const auto sum = sum_of_parts(slot_of(0, slab) + (n * kWarp + lane) * 4,
-                                  int64_t(most_slabs) * S::kSumFloats, plan.splits);
-    write_outputs<T>(a, plan.paired, sum, slab * kSlab, n * 8, lane);
+  for (int task = threadIdx.x; task < (last_slab - first_slab) * tokens * kSlab; task += blockDim.x) {
+    const int row = task % kSlab, token_slab = task / kSlab, s = plan.per_token.divide(token_slab);
+    const int token = token_slab - s * tokens, slab = first_slab + s;
+    const float* const from = slots + slot_of(0, slab, token) + row;
+    const int64_t next = int64_t(most_slabs) * tokens * kSlab;
+    float sum = from[0];
+    for (int i = 1; i < plan.splits; ++i) sum += from[i * next];
+    write_output<T>(a, sum, slab * kSlab + row, token);
   }
 }
 
@@ -333,11 +365,13 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
   struct Choice {
     int warps, pairs;
   };
-  constexpr Choice kChoices[] = {{16, 4}, {16, 2}, {8, 4}, {8, 2}};
+  constexpr Choice kChoices[] = {{16, 2}, {8, 2}};
+  constexpr int64_t kMostInputBytes = 72 * 1024;  // of a block's x: all blocks read it at once
   // Few outputs leave processors for splits of the inputs, of a panel for each of eight warps at least.
   const int64_t useful = std::clamp<int64_t>(processors / slabs, 1, std::max<int64_t>(1, panels / 8));
   for (int64_t splits = useful; splits <= std::min(panels, processors); ++splits) {
     const int64_t row_bytes = ceil_div(panels, splits) * kPanel * 2 + 16;  // rows in different banks
+    if (a.m * row_bytes > kMostInputBytes && splits < panels) continue;
     for (const Choice choice : kChoices) {
       if (choice.warps == 8 && room > 128 * 1024) continue;
       const int64_t ring = int64_t(choice.warps) * choice.pairs * S::kPairBytes;
@@ -351,14 +385,14 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
                 .panels = Cutting(panels, splits),
                 .per_split = Reciprocal(splits),
                 .per_group = Reciprocal(a.groups == 1 ? panels + 1 : a.group_size / kPanel),
+                .per_token = Reciprocal(a.m),
                 .splits = int(splits),
                 .warps = choice.warps,
                 .pairs = choice.pairs,
                 .exchange_slabs = exchange_slabs,
                 .x_row_bytes = int(row_bytes),
                 .input_tiles = int(tiles(a.k)),
-                .blocks = int(ranges * splits),
-                .paired = access_bytes({address(a.out), a.n * 2, a.out_stride * 2}) >= 4};
+                .blocks = int(ranges * splits)};
       }
     }
   }
@@ -366,7 +400,8 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
   return {.slabs = Cutting(0, 1),
           .panels = Cutting(0, 1),
           .per_split = Reciprocal(1),
-          .per_group = Reciprocal(1)};
+          .per_group = Reciprocal(1),
+          .per_token = Reciprocal(1)};
 }
 
 inline bool narrow_fits(const MarlinGemmArgs& a) {
@@ -379,7 +414,7 @@ int64_t narrow_workspace(const MarlinGemmArgs& a) {
   int shared_bytes;
   const NarrowPlan plan = narrow_plan<S>(a, shared_bytes);
   if (shared_bytes == 0 || plan.splits == 1) return kMarlinCounters;
-  return kMarlinCounters + int64_t(plan.blocks) * (plan.slabs.each + 1) * S::kSumFloats;
+  return kMarlinCounters + int64_t(plan.blocks) * (plan.slabs.each + 1) * a.m * kSlab;
 }
 
 template <class S>
