@@ -574,23 +574,24 @@ def hip_headers(session: nox.Session) -> None:
 
 
 EMULATED = ["tests/emulation", "tests/kernels"]
+ATTENTION = "tests/kernels/test_attention.py"
+AMD_ATTENTION = "(field_case or every_head_size or does_not_see or soft_cap or strided or (split_over and 128)) and not float32"
 ROUNDS = [
     # How the emulation runs, and which tests. All of them once, as on NVIDIA's warps of 32.
     ({}, EMULATED),
     # Each kernel twice on AMD's waves of 64, where it has a source for ROCm; without the tests of torch's compiler.
     (
         {"PELTON_EMULATION_ORDERS": "reverse,shuffled:1", "PELTON_EMULATION_WAVE": "64"},
-        [
-            "-k",
-            "not compile and not opcheck and not graph",
-            "--ignore=tests/kernels/test_attention.py",
-            "tests/kernels",
-        ],
+        ["-k", "not compile and not opcheck and not graph", f"--ignore={ATTENTION}", "tests/kernels"],
     ),
-    # And those that have none.
-    (
-        {"PELTON_EMULATION_ORDERS": "reverse,shuffled:1"},
-        ["-k", "field_case or split_over", "tests/kernels/test_attention.py"],
+    # Attention's kernels are others on NVIDIA's warps, on AMD's waves of 64 (MFMA) and on those of 32 (WMMA).
+    ({"PELTON_EMULATION_ORDERS": "reverse,shuffled:1"}, ["-k", "field_case or split_over", ATTENTION]),
+    *(
+        (
+            {"PELTON_EMULATION_ORDERS": "forward,shuffled:1", "PELTON_EMULATION_WAVE": wave},
+            ["-k", AMD_ATTENTION, ATTENTION],
+        )
+        for wave in ("64", "32")
     ),
 ]
 
