@@ -23,12 +23,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BuildError
-from .planning import project_root, write_atomically
+from .planning import make_plan, project_root, write_atomically
 from .settings import environment
 
 __all__ = ["Builder", "ReproduceError", "build_elsewhere", "differences", "main", "other_user"]
@@ -98,7 +98,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def build_elsewhere(root: Path, settings: Sequence[str], place: Path) -> tuple[Path, Builder]:
+def build_elsewhere(root: Path, settings: Mapping[str, str], place: Path) -> tuple[Path, Builder]:
     """Build with these config settings from a copy of `root` in the new folder `place`; the wheel and who built it."""
     copy, home, temporary, out = (place / name for name in ("copied tree", "home", "tmp", "made"))
     for folder in (home, temporary, out):
@@ -112,10 +112,10 @@ def build_elsewhere(root: Path, settings: Sequence[str], place: Path) -> tuple[P
     environ = {**environment(), **ELSEWHERE, "HOME": str(home), "TMPDIR": str(temporary)}
     environ.pop("PYTHONPATH", None)  # the copy brings its own build backend
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    command = [*builder.command, *build, *settings, str(copy)]
+    command = [*builder.command, *build, *(f"-C{k}={v}" for k, v in settings.items()), str(copy)]
     if subprocess.run(command, env=environ, cwd=place, umask=UMASK, check=False).returncode != 0:
         raise ReproduceError(
-            f"{' '.join(settings)}: the second build failed, its messages stand above; it lies in {place}"
+            f"{settings['profile']}: the second build failed, its messages stand above; it lies in {place}"
         )
     (wheel,) = out.glob("*.whl")
     return wheel, builder
@@ -184,13 +184,13 @@ def _attributes(a: zipfile.ZipInfo, b: zipfile.ZipInfo) -> str:
     )
 
 
-def settings_of(wheel: Path) -> tuple[str, ...]:
+def settings_of(wheel: Path) -> dict[str, str]:
     """The config settings that make the wheel again, from its build info. Raises ReproduceError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             (name,) = [n for n in archive.namelist() if n.endswith("/_build_info.json") and n.count("/") == 1]
             info = json.loads(archive.read(name))
-        return (f"-Cprofile={info['profile']}", *(() if info["label"] else ("-Clabel=off",)))
+        return {"profile": str(info["profile"]), **({} if info["label"] else {"label": "off"})}
     except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
         raise ReproduceError(f"{wheel}: not a wheel of this build ({error!r})") from None
 
@@ -198,12 +198,13 @@ def settings_of(wheel: Path) -> tuple[str, ...]:
 def reproduce(root: Path, wheel: Path) -> str:
     """Build the wheel again and compare; who built it, in words. Raises ReproduceError with what differs."""
     settings = settings_of(wheel)
+    makes = make_plan(root, settings).wheel_name
+    if makes != wheel.name:
+        raise ReproduceError(
+            f"{wheel.name}: these sources make {makes}; check out what the wheel was made of"
+        )
     place = Path(tempfile.mkdtemp(prefix="pelton again "))
     again, builder = build_elsewhere(root, settings, place)
-    if again.name != wheel.name:
-        raise ReproduceError(
-            f"{wheel.name}: these sources make {again.name}; check out what the wheel was made of"
-        )
     if found := differences(wheel, again):
         shown = "".join(f"\n  {line}" for line in found)
         raise ReproduceError(f"{wheel.name}: a second build, {again}, has other bytes:{shown}")
