@@ -26,6 +26,7 @@ from pelton_build.errors import BuildError
 __all__ = ["AuditError", "Binary", "CannotRun", "Claims", "Code", "Finding", "OpenedWheel", "require"]
 
 MAX_UNPACKED = 4 << 30  # bytes; more than any profile's budget, less than what fills a machine
+KEPT = 512 << 20  # bytes; what a smaller wheel unpacks to is read once and kept while it is open
 MAX_RATIO = 1000  # deflate cannot exceed 1032:1, real libraries stay below 20:1
 BUILD_INFO = "_build_info.json"
 
@@ -198,7 +199,8 @@ class OpenedWheel:
             raise AuditError(f"{path}: not a readable wheel ({error}); build it again") from error
         self.infos = self.zip.infolist()
         self.names = [info.filename for info in self.infos]
-        total = sum(info.file_size for info in self.infos)
+        self.members: dict[str, bytes] = {}  # what was read, as far as the wheel fits into memory
+        self.total = total = sum(info.file_size for info in self.infos)
         if total > MAX_UNPACKED:
             self.zip.close()
             raise AuditError(f"{path}: unpacks to {total} bytes, the limit is {MAX_UNPACKED}")
@@ -219,10 +221,15 @@ class OpenedWheel:
 
     def read(self, name: str) -> bytes:
         """The bytes of one member; an :class:`AuditError` names a member that is damaged."""
+        if name in self.members:
+            return self.members[name]
         try:
-            return self.zip.read(name)
+            data = self.zip.read(name)
         except Exception as error:  # a damaged stream makes the codecs raise whatever they meet
             raise AuditError(f"{self.path}: member {name} cannot be read ({error})") from error
+        if self.total <= KEPT:
+            self.members[name] = data
+        return data
 
     def files(self) -> Iterator[str]:
         return (name for name in self.names if not name.endswith("/"))
