@@ -249,10 +249,19 @@ def _explain(backend: str, arch: str) -> str:
     if backend == "cpu":
         close = _CPU_ALIASES.get(word) or _CPU_ALIASES.get(word.replace("_", "-")) or nearest(word, _CPU, 0.5)
     else:
-        close = nearest(word.split(":")[0], _ROCM, 0.5)
+        name = word.split(":")[0]
+        close = _gpu_of_family(name) or nearest(name, _ROCM, 0.5)
         if close is None and re.fullmatch(r"\d{3,4}[a-c]?", word):
             close = nearest(f"gfx{word}", _ROCM, 0.5)
     return f"unknown {backend} arch {arch!r}{_hint(close, known_archs(backend))}"
+
+
+def _gpu_of_family(name: str) -> str | None:
+    """The AMD GPU whose number is nearest among those with the same beginning: `gfx1103` for `gfx1105`."""
+    if not re.fullmatch(r"gfx[0-9]{2,3}[0-9a-f]", name):
+        return None
+    family = [known for known in _ROCM if known[:-1] == name[:-1]]
+    return min(family, key=lambda known: (abs(int(known[-1], 16) - int(name[-1], 16)), known), default=None)
 
 
 def _hint(close: str | None, known: Iterable[str]) -> str:

@@ -66,6 +66,9 @@ def test_known(backend: str, archs: list[str]) -> None:
         ("cuda", ["sm_90a", "sm_90a"], "'sm_90a' is listed twice"),
         ("rocm", ["gxf1100"], "did you mean 'gfx1100'"),
         ("rocm", ["GFX90A"], "did you mean 'gfx90a'"),
+        ("rocm", ["gfx1105"], "did you mean 'gfx1103'"),
+        ("rocm", ["gfx90b"], "did you mean 'gfx90a'"),
+        ("rocm", ["gfx1111"], "did you mean 'gfx1151'"),  # of no family: spelt alike
         ("rocm", ["1100"], "did you mean 'gfx1100'"),
         ("rocm", ["sm_90"], "backend cuda"),
         ("rocm", ["native"], "name the hardware, such as 'gfx90a'"),
