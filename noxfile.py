@@ -307,6 +307,15 @@ class Workshop:
             make_variant(self.session, name, labelled[name])
         return [*made.values()]
 
+    def make_sdist(self) -> Path:
+        out = ROOT / "dist" / "sdist"
+        shutil.rmtree(out, ignore_errors=True)
+        self.session.install("-q", *group("build"))
+        command = ("python", "-m", "build", "--sdist", "--no-isolation", "--outdir", str(out), str(ROOT))
+        self.session.run(*command)
+        (made,) = out.glob("*.tar.gz")
+        return made
+
     def make_index(self, wheels: Sequence[Path], site: Path) -> None:
         self.session.install("-q", *group("audit"))
         command = ("python", "-m", "pelton_build", "index", *map(str, wheels), "--out", str(site))

@@ -4,7 +4,8 @@
 
 1. `tree_problems`: the tree is the commit's, and its tag is the version's;
 2. `unbuildable`: every profile can be built on this machine, or leaving some out was asked for;
-3. each wheel is built and audited, unless a whole one of these very sources is there, and variant wheels are made;
+3. each wheel is built and audited, unless a whole one of these very sources is there, and variant wheels are made of
+   the same builds, and the source distribution;
 4. `contradictions`: no index holds a file of one of these names with other bytes already;
 5. the index is made, each wheel installed from it and tried, and one built a second time elsewhere;
 6. `table`, `notes`: what was made, for a terminal and for release notes.
@@ -279,6 +280,9 @@ class Workshop(Protocol):
     def make_variants(self, items: Sequence[Item], wheels: Sequence[Path]) -> list[Path]:
         """Make the variant wheels, of the same builds."""
 
+    def make_sdist(self) -> Path:
+        """Make the source distribution."""
+
     def make_index(self, wheels: Sequence[Path], site: Path) -> None:
         """Make the index of the wheels in the folder `site`."""
 
@@ -287,6 +291,10 @@ class Workshop(Protocol):
 
     def rebuild(self, item: Item, wheel: Path) -> str:
         """Build the wheel a second time elsewhere and compare; who did it."""
+
+
+def _told(path: Path) -> str:
+    return f"`{path.name}`, {path.stat().st_size / 1e6:.1f} MB, SHA-256 `{sha256(path)}`"
 
 
 def _refuse_changed(wheels: Iterable[Path], held: Mapping[str, str]) -> None:
@@ -331,6 +339,7 @@ def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
     _refuse_changed(wheels, held)
     variants = workshop.make_variants(items, wheels)
     _refuse_changed(variants, held)
+    sdist = workshop.make_sdist()
     workshop.make_index([*wheels, *variants], work / "site")
     tried = workshop.try_wheels(work / "site", items)
     rows = [replace(row, tried=words) for row, words in zip(rows, tried, strict=True)]
@@ -340,9 +349,13 @@ def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
         rebuilt_by = workshop.rebuild(items[-1], wheels[-1])
         facts.add(rows[-1].sha256, rebuilt_by=rebuilt_by)
     again = f"`{rows[-1].file}` was built a second time elsewhere, by {rebuilt_by}: the same bytes."
-    more = [f"- `{path.name}`, SHA-256 `{sha256(path)}`" for path in variants]
-    more = ["", "Variant wheels (experimental), of the same builds:", "", *more] if variants else []
-    text = "\n".join([notes(version, rows, left_out), again, *more])
+    more = [f"Source distribution: {_told(sdist)}"]
+    if variants:
+        more += [
+            "Variant wheels (experimental), of the same builds:",
+            "\n".join(f"- {_told(v)}" for v in variants),
+        ]
+    text = "\n\n".join([notes(version, rows, left_out).rstrip(), again, *more])
     write_atomically(work / "notes.md", f"{text}\n")
     write_atomically(work / "wheels.json", as_json(rows))
     logger.info("the wheels:\n%s%s", table(rows, left_out), again.replace("`", ""))

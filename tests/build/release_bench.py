@@ -72,6 +72,12 @@ class Bench:
             made.append(make_variant(plain, wheels[-1].parent))
         return made
 
+    def make_sdist(self) -> Path:
+        made = self.root / "dist" / "sdist" / "pelton.tar.gz"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text("sources")
+        return made
+
     def make_index(self, wheels: Sequence[Path], site: Path) -> None:
         self.done.append("index")
         build_index(wheels, site, baseline="cpu-avx2")

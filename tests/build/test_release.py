@@ -210,6 +210,7 @@ def test_a_release_is_made_in_order_and_kept(tree: Path) -> None:
     text = (work / "notes.md").read_text()
     assert all(row["sha256"] in text for row in rows)
     assert "built a second time elsewhere, by somebody else: the same bytes" in text
+    assert "Source distribution: `pelton.tar.gz`" in text
     variants = [path.name for path in tree.glob("dist/simple/*-cpu_avx*.whl")]
     assert len(variants) == 2 and all(name in text for name in variants)
     assert all(list((work / "site").glob(f"wheels/*/{name}")) for name in variants)
@@ -304,7 +305,7 @@ def test_a_step_that_fails_leaves_no_notes(tree: Path, monkeypatch: pytest.Monke
     def fails(*_: object) -> None:
         raise ReleaseError("this step failed")
 
-    for step in ("make_variants", "make_index", "try_wheels", "rebuild"):
+    for step in ("make_variants", "make_sdist", "make_index", "try_wheels", "rebuild"):
         bench = Bench(tree)
         with monkeypatch.context() as patch:
             patch.setattr(bench, step, fails)
