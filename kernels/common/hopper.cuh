@@ -106,6 +106,15 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap& map, Barri
       : "memory");
 }
 
+// Copies `bytes` contiguous bytes, a multiple of 16, from and to addresses that are aligned to 16 bytes.
+__device__ __forceinline__ void copy_bulk(void* to, const void* from, int bytes, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
 // A map over a tensor of 16-bit elements for boxes whose rows are 128 bytes in shared memory, swizzled by 128
 // bytes. Sizes, strides (bytes, of the dimensions after the first) and box from the innermost dimension on.
 // Host code; the driver's function is found at run time, so that nothing links libcuda. 0, or an error of the

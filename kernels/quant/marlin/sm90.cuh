@@ -1,10 +1,11 @@
 // Products with weights of 4 or 8 bits by wgmma and TMA of sm_90a: out^T = W x^T, where the weights are the A
-// operand in registers and the tokens the B operand in shared memory. One warp copies tokens (TMA), weights,
-// scales and zeros (bulk copies) into a ring of stages; warpgroups turn the weights of 64 outputs a tile into
-// fragments, rounded to the dtype as a dequantized weight is, while the products of the tile before run. A
-// block takes whole tiles of outputs in turn, or, where there are too few, an equal part of the line of all
-// tiles of inputs; the last of the blocks that share a tile of outputs to come puts their sums together,
-// always in one order. Methods: Frantar et al., "MARLIN", 2024; Osama et al., "Stream-K", 2023.
+// operand in registers and the tokens the B operand in shared memory. One warpgroup copies tokens (TMA),
+// weights, scales and zeros (bulk copies) into a ring of stages; the other warpgroups turn the weights of 64
+// outputs a tile into fragments, rounded to the dtype as a dequantized weight is, while the products of the
+// tile before run. A block takes whole tiles of outputs in turn, or, where there are too few, an equal part
+// of the line of all tiles of inputs; the last of the blocks that share a tile of outputs to come puts their
+// sums together, always in one order. Methods: Frantar et al., "MARLIN", 2024; Osama et al., "Stream-K",
+// 2023.
 #pragma once
 #include "../../common/gpu.cuh"
 #include "../../common/hopper.cuh"
@@ -43,7 +44,13 @@ struct Shape {
 struct Plan {
   int input_tiles, row_tiles, token_tiles, band;  // band: token tiles beside each other, before the next rows
   int tiles_a_group;                              // of inputs; 0: two groups a tile
+  uint32_t nothing;                               // 0, which the compiler does not know
   bool whole, in_fours;  // blocks take whole tiles of outputs; outputs may be written four at a time
+
+  // Of the scales that tile `k` of the inputs needs.
+  __device__ __forceinline__ int groups_of(int k, const MarlinGemmArgs& a) const {
+    return tiles_a_group > 0 || 2 * k + 1 >= int(a.groups) ? 1 : 2;
+  }
 };
 
 // A run of input tiles [first, end) of one tile of outputs.
@@ -51,7 +58,7 @@ struct Piece {
   int column, row_tile, token_tile, first, end;
 };
 
-// The pieces of a block, which its producer and its consumers go through alike.
+// The pieces of a block, which its producers and its consumers go through alike.
 struct Pieces {
   const Plan& plan;
   int each, longer;  // of the line's parts: tiles, and how many have one more
@@ -114,46 +121,89 @@ struct Barriers {
   Barrier full[S::kStages], empty[S::kStages];
 };
 
+// The copies, each by one thread of a warp that does nothing but what lies between two of them: it is a chain
+// of dependent instructions, and as slow as these.
 template <class S>
-__device__ __forceinline__ void produce(const MarlinGemmArgs& a, const Plan& plan, const CUtensorMap& x,
-                                        unsigned char* ring, Barriers<S>& barriers) {
+__device__ __forceinline__ void produce_tokens(const MarlinGemmArgs& a, const Plan& plan,
+                                               const CUtensorMap& x, unsigned char* ring,
+                                               Barriers<S>& barriers) {
+  Pieces pieces(plan);
+  Turn<S::kStages> turn;
+  const int group_bytes = S::kScaleBytes + (a.zeros == nullptr ? 0 : S::kZeroBytes);
+  for (Piece piece; pieces.next(piece);) {
+    const int tiles_here = int(min(int64_t(S::kTiles), tiles(a.n) - int64_t(piece.row_tile) * S::kTiles));
+    const int bytes = S::kTokenBytes + tiles_here * S::kTileBytes, of_group = tiles_here * group_bytes;
+#pragma unroll 1
+    for (int k = piece.first; k < piece.end; ++k) {
+      barriers.empty[turn.stage].wait(turn.parity ^ 1);
+      Barrier& full = barriers.full[turn.stage];
+      full.arrive_and_expect(bytes + of_group * plan.groups_of(k, a));
+      copy_box(ring + turn.stage * S::kStageBytes, x, full, k * kTile, piece.token_tile * S::kTokens, 0);
+      turn.next();
+    }
+  }
+}
+
+// The Part-th third of the weights', scales' and zeros' copies.
+template <class S, int Part>
+__device__ __forceinline__ void produce_weights(const MarlinGemmArgs& a, const Plan& plan,
+                                                unsigned char* ring, Barriers<S>& barriers) {
+  constexpr auto mine = [](int copy) { return copy % 3 == Part; };
   Pieces pieces(plan);
   Turn<S::kStages> turn;
   for (Piece piece; pieces.next(piece);) {
     const int64_t first_tile = int64_t(piece.row_tile) * S::kTiles;
     const int tiles_here = int(min(int64_t(S::kTiles), tiles(a.n) - first_tile));
-    const auto* const weight =
-        static_cast<const unsigned char*>(a.weight) + first_tile * plan.input_tiles * S::kTileBytes;
-    const auto* const scales =
-        static_cast<const unsigned char*>(a.scales) + first_tile * a.groups * S::kScaleBytes;
-    const uint8_t* const zeros = a.zeros + first_tile * a.groups * S::kZeroBytes;
-    const int64_t next_weight = int64_t(plan.input_tiles) * S::kTileBytes;
+    const int group = plan.tiles_a_group > 0 ? piece.first / plan.tiles_a_group : 2 * piece.first;
+    int left = plan.tiles_a_group > 0 ? plan.tiles_a_group - piece.first % plan.tiles_a_group : 1;
+    const unsigned char *weight[S::kTiles], *scales[S::kTiles], *zeros[S::kTiles];
+#pragma unroll
+    for (int t = 0; t < S::kTiles; ++t) {
+      const int64_t tile = first_tile + t, of_groups = tile * a.groups + group;
+      weight[t] = static_cast<const unsigned char*>(a.weight) +
+                  (tile * plan.input_tiles + piece.first) * S::kTileBytes;
+      scales[t] = static_cast<const unsigned char*>(a.scales) + of_groups * S::kScaleBytes;
+      zeros[t] = a.zeros + of_groups * S::kZeroBytes;
+    }
 #pragma unroll 1
     for (int k = piece.first; k < piece.end; ++k) {
       Barrier& full = barriers.full[turn.stage];
       unsigned char* const stage = ring + turn.stage * S::kStageBytes;
+      const int groups = plan.groups_of(k, a);
       barriers.empty[turn.stage].wait(turn.parity ^ 1);
-      const int group = plan.tiles_a_group > 0 ? k / plan.tiles_a_group : 2 * k;
-      const int groups = plan.tiles_a_group > 0 || group + 1 >= int(a.groups) ? 1 : 2;
-      const int scale_bytes = groups * S::kScaleBytes,
-                zero_bytes = a.zeros == nullptr ? 0 : groups * S::kZeroBytes;
-      full.arrive_and_expect(S::kTokenBytes + tiles_here * (S::kTileBytes + scale_bytes + zero_bytes));
-      copy_box(stage, x, full, k * kTile, piece.token_tile * S::kTokens, 0);
+      const bool next_group = --left == 0;
+      if (next_group) left = plan.tiles_a_group > 0 ? plan.tiles_a_group : 1;
+      const int steps = next_group ? groups : 0;
 #pragma unroll
       for (int t = 0; t < S::kTiles; ++t) {
         if (t >= tiles_here) break;
-        copy_bulk(stage + S::kWeightsAt + t * S::kTileBytes,
-                  weight + t * next_weight + int64_t(k) * S::kTileBytes, S::kTileBytes, full);
-        copy_bulk(stage + S::kScalesAt + t * 2 * S::kScaleBytes,
-                  scales + (t * a.groups + group) * S::kScaleBytes, scale_bytes, full);
-        if (zero_bytes > 0) {
-          copy_bulk(stage + S::kZerosAt + t * 2 * S::kZeroBytes,
-                    zeros + (t * a.groups + group) * S::kZeroBytes, zero_bytes, full);
+        if (mine(t)) {
+          copy_bulk(stage + S::kWeightsAt + t * S::kTileBytes, weight[t], S::kTileBytes, full);
+          weight[t] += S::kTileBytes;
+        }
+        if (mine(S::kTiles + t)) {
+          copy_bulk(stage + S::kScalesAt + t * 2 * S::kScaleBytes, scales[t], groups * S::kScaleBytes, full);
+          scales[t] += steps * S::kScaleBytes;
+        }
+        if (mine(2 * S::kTiles + t)) {
+          if (a.zeros != nullptr) {
+            copy_bulk(stage + S::kZerosAt + t * 2 * S::kZeroBytes, zeros[t], groups * S::kZeroBytes, full);
+            zeros[t] += steps * S::kZeroBytes;
+          }
         }
       }
       turn.next();
     }
   }
+}
+
+template <class S>
+__device__ __forceinline__ void produce(const MarlinGemmArgs& a, const Plan& plan, const CUtensorMap& x,
+                                        unsigned char* ring, Barriers<S>& barriers, int warp) {
+  if (warp == 0) return produce_tokens<S>(a, plan, x, ring, barriers);
+  if (warp == 1) return produce_weights<S, 0>(a, plan, ring, barriers);
+  if (warp == 2) return produce_weights<S, 1>(a, plan, ring, barriers);
+  produce_weights<S, 2>(a, plan, ring, barriers);
 }
 
 // Two values times two, rounded.
@@ -235,7 +285,8 @@ struct Parts {
     const uint32_t scale[2] = {__byte_perm(scales[r][half], 0, 0x1010),
                                __byte_perm(scales[r][half], 0, 0x3232)};
     uint32_t w[4];
-    gpu::marlin::dequantize<T, S::kBits>(w, words[r], step, gpu::marlin::slab_zeros<T, S::kBits>(zeros[r][half]));
+    gpu::marlin::dequantize<T, S::kBits>(w, words[r], step,
+                                         gpu::marlin::slab_zeros<T, S::kBits>(zeros[r][half]));
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = multiply2<T>(w[i], scale[i % 2]);
   }
@@ -278,56 +329,52 @@ __device__ __forceinline__ void consume(const MarlinGemmArgs& a, const Plan& pla
   Pieces pieces(plan);
   Turn<S::kStages> turn;
   float sums[S::kRowTiles][S::kSums];
-  uint32_t fragments[2][S::kRowTiles * kSteps * 4];  // of a tile of inputs, while those before are in use
+  // Of the tile of inputs whose products run, and of the next one.
+  constexpr int kFragments = S::kRowTiles * kSteps * 4;
+  uint32_t fragments[kFragments], next[kFragments];
   for (Piece piece; pieces.next(piece);) {
-    int before = 0;  // the stage before
-    Parts<S> packed;
-    const auto load = [&](int k) {
+    const auto prepare = [&](int k) {
       barriers.full[turn.stage].wait(turn.parity);
-      packed.load(ring + turn.stage * S::kStageBytes, warpgroup * S::kRowTiles, slab, lane,
-                  plan.tiles_a_group == 0 && 2 * k + 1 < int(a.groups), a.zeros != nullptr);
-    };
-    load(piece.first);
-#pragma unroll 1
-    for (int k = piece.first; k < piece.end; k += 2) {
+      Parts<S> parts;
+      parts.load(ring + turn.stage * S::kStageBytes, warpgroup * S::kRowTiles, slab, lane,
+                 plan.groups_of(k, a) == 2, a.zeros != nullptr);
 #pragma unroll
-      for (int set = 0; set < 2; ++set) {
-        if (set == 1 && k + 1 == piece.end) break;
+      for (int r = 0; r < S::kRowTiles; ++r) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) parts.fragment(&next[(r * kSteps + step) * 4], r, step);
+      }
+      pin(next);
+    };
+    prepare(piece.first);
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) fragments[i] = next[i];
+#pragma unroll 1
+    for (int k = piece.first; k < piece.end; ++k) {
+      const int stage = turn.stage;
+      const uint32_t tokens = tile_descriptor(ring + stage * S::kStageBytes);
+      pin(fragments);
+      product_fence();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int r = 0; r < S::kRowTiles; ++r) {
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            packed.fragment(&fragments[set][(r * kSteps + step) * 4], r, step);
-          }
+          product_registers<T, false>(sums[r], &fragments[(r * kSteps + step) * 4],
+                                      descriptor_at(tokens, step * 32), k > piece.first || step > 0);
         }
-        const uint32_t tokens = tile_descriptor(ring + turn.stage * S::kStageBytes);
-        pin(fragments[set]);
-        product_fence();
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-          for (int r = 0; r < S::kRowTiles; ++r) {
-            product_registers<T, false>(sums[r], &fragments[set][(r * kSteps + step) * 4],
-                                        descriptor_at(tokens, step * 32),
-                                        k + set > piece.first || step > 0);
-          }
-        }
-        product_commit();
-        const int current = turn.stage;
-        turn.next();
-        if (k + set + 1 < piece.end) load(k + set + 1);
-        product_wait<1>();
-        pin(fragments[1 - set]);
-        if (k + set > piece.first) release(before);
-        before = current;
       }
-    }
-    product_wait<0>();
+      product_commit();
+      turn.next();
+      if (k + 1 < piece.end) prepare(k + 1);
+      product_wait<0>();
 #pragma unroll
-    for (int r = 0; r < S::kRowTiles; ++r) pin(sums[r]);
-    pin(fragments[0]);
-    pin(fragments[1]);
-    release(before);
+      for (int r = 0; r < S::kRowTiles; ++r) pin(sums[r]);
+      // The assembler takes the fragments' registers for free once the products are issued, although these
+      // still read them: a use that needs a sum keeps them.
+      const uint32_t nothing = __float_as_uint(sums[0][0]) & plan.nothing;
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) fragments[i] = next[i] ^ (fragments[i] & nothing);
+      release(stage);
+    }
 
     if (piece.first > 0 || piece.end < plan.input_tiles) {
       // The slots of these outputs are the second of the first block, then the others' first.
@@ -370,8 +417,8 @@ __device__ __forceinline__ void consume(const MarlinGemmArgs& a, const Plan& pla
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    gemm_kernel(const __grid_constant__ MarlinGemmArgs a, const __grid_constant__ Plan plan,
-                const __grid_constant__ CUtensorMap x) {
+    wide_gemm_kernel(const __grid_constant__ MarlinGemmArgs a, const __grid_constant__ Plan plan,
+                     const __grid_constant__ CUtensorMap x) {
   extern __shared__ unsigned char shared[];
   unsigned char* const ring = shared + (kAtom - shared_address(shared) % kAtom) % kAtom;
   __shared__ Barriers<S> barriers;
@@ -385,10 +432,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
-  constexpr int kRegisters = S::kWarpgroups == 2 ? 232 : 160, kProducerRegisters = S::kWarpgroups == 2 ? 40 : 32;
+  // Of 65536: what the launch gives to every thread is dealt out anew.
+  constexpr int kProducerRegisters = 40, kRegisters = S::kWarpgroups == 2 ? 232 : 152;
   if (threadIdx.x < kWarpgroup) {
     release_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<S>(a, plan, x, ring, barriers);
+    if (threadIdx.x % kWarp == 0) produce<S>(a, plan, x, ring, barriers, int(threadIdx.x / kWarp));
   } else {
     take_registers<kRegisters>();
     consume<S>(a, plan, ring, barriers, &came_last);
