@@ -201,7 +201,7 @@ def test_a_covered_and_an_uncovered_gpu_together(
     assert find_mismatch(info, host) is None or info is AVX2
     if uncovered:
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        assert guard._hiding(info, host, environ) == hint
+        assert guard.hiding(info, host, environ) == hint
 
 
 @pytest.mark.parametrize(
@@ -740,8 +740,10 @@ def test_torch_is_known_without_importing_it(tmp_path: Path) -> None:
     )
     script = "from pelton import guard; m = guard.real_machine(); print(m.torch, m.torch_cuda, m.torch_rocm)"
     path = os.pathsep.join([str(tmp_path), str(Path(guard.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.stdout.split() == ["2.11.0", "13.0", "None"], done.stderr
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:0] = {path.split(os.pathsep)}; {script}"],
+            check=False, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout.split() == ["2.11.0", "13.0", "None"], done.stderr
+        shutil.rmtree(tmp_path / "torch-2.11.0.dist-info", ignore_errors=True)  # a torch that nothing records

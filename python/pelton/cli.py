@@ -360,14 +360,14 @@ def _collect_info() -> dict[str, Any]:
         library, library_error = str(_library.find(os.environ.get("PELTON_LIBRARY"), pelton.__path__)), None
     except PeltonError as error:
         library, library_error = None, str(error)
-    machine = mismatch = None
+    fits, problem, gpus = None, None, build_info.backend in ("cuda", "rocm")
     try:
-        machine = guard.this_machine(gpus=build_info.backend in ("cuda", "rocm"))
+        machine = guard.this_machine(gpus=gpus)
         if build_info.path is not None:
-            mismatch = guard.find_mismatch(build_info.as_dict(), machine, os.environ.get("PELTON_INDEX", ""))
-        problem = None if mismatch is None else str(mismatch)
-    except PeltonError as error:
-        problem = str(error)
+            mismatch = guard.find_mismatch(build_info.as_dict(), machine, guard.index_address())
+            fits, problem = mismatch is None, None if mismatch is None else str(mismatch)
+    except PeltonError as error:  # PELTON_HOST describes no machine: what is below is the real one's
+        machine, problem = guard.real_machine(gpus), str(error)
     cpu: Any = host.cpu_features()
     return {
         "version": build_info.version,
@@ -375,23 +375,23 @@ def _collect_info() -> dict[str, Any]:
         "package": [str(path) for path in pelton.__path__],
         "library": library,
         "library_error": library_error,
-        "fits_this_machine": None if build_info.path is None else problem is None,
+        "fits_this_machine": fits,
         "problem": problem,
         "host_module": {**host.module_info(), "reason": host.reason},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "torch": machine.torch if machine else None,
-        "torch_cuda": machine.torch_cuda if machine else None,
-        "torch_rocm": machine.torch_rocm if machine else None,
+        "torch": machine.torch,
+        "torch_cuda": machine.torch_cuda,
+        "torch_rocm": machine.torch_rocm,
         "machine": {
             "system": sys.platform,
             "machine": platform.machine(),
-            "glibc": machine.glibc if machine else None,
+            "glibc": machine.glibc,
             "cpu_vendor": cpu.get("vendor", ""),
-            "cpu_level": machine.level if machine else None,
+            "cpu_level": machine.level,
             "cpu_flags": list(cpu.get("flags", ())),
             "cpu_flags_off": list(cpu.get("off", ())),
-            "nvidia_driver": machine.driver if machine else None,
-            "gpus": [dataclasses.asdict(gpu) for gpu in (machine.gpus if machine else None) or ()],
+            "nvidia_driver": machine.driver,
+            "gpus": [dataclasses.asdict(gpu) for gpu in machine.gpus or ()],
         },
     }
 
@@ -407,7 +407,8 @@ def _print_info(info: dict[str, Any]) -> None:
     build, machine, host = info["build"], info["machine"], info["host_module"]
     on = [name for name, value in build.get("features", {}).items() if value]
     toolchain = ", ".join(f"{name} {value}" for name, value in build.get("toolchain", {}).items())
-    fits = {None: "not built: run from a source tree", True: "yes", False: f"no: {info['problem']}"}
+    unknown = f"unknown: {info['problem']}" if info["problem"] else "not built: run from a source tree"
+    fits = {None: unknown, True: "yes", False: f"no: {info['problem']}"}
     rows = [
         ("version", info["version"]),
         ("profile", build.get("profile", "")),

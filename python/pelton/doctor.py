@@ -2,14 +2,15 @@
 
 One small check for each thing that goes wrong in practice, in three groups: `build` (what a build from source would
 need here), `import` (whether the installed build fits and loads), `run` (what an engine needs). A check looks, and says
-what it saw, why that matters and what to do; it changes nothing. Everything works without a GPU, without torch and
-without the library. Whatever may hang or crash (drivers, tools, the library itself) runs in another process, with a
-time limit.
+what it saw, why that matters and what to do; it changes nothing. One fault is one error: a check whose answer follows
+from another's says so in a note. Everything works without a GPU, without torch and without the library. Whatever may
+hang or crash (drivers, tools, torch, the library itself) runs in another process, with a time limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -19,11 +20,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from . import guard
+from . import _environment, guard
+from ._gpus import Gpu, fit
 from .errors import PeltonError
 
 __all__ = ["CHECKS", "Context", "Finding", "classify_load_error", "examine", "report"]
@@ -60,10 +62,27 @@ class Context:
     root: Path = Path("/")
     folders: tuple[Path, ...] = ()
     """Of the package."""
+    path: tuple[Path, ...] = ()
+    """Where this Python looks for packages."""
+    damage: str = ""
+    """Why the build info cannot be read."""
 
     @property
     def backend(self) -> str:
         return str(self.build.get("backend", ""))
+
+    @property
+    def index(self) -> str:
+        return self.environ.get("PELTON_INDEX", "")
+
+    @functools.cached_property
+    def misfits(self) -> tuple[guard.Misfit, ...]:
+        """Everything in which the build and the machine do not fit."""
+        return tuple(guard.misfits(self.build, self.machine, self.index)) if self.build.get("profile") else ()
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs of the kind that the build is for."""
+        return tuple(gpu for gpu in self.machine.gpus or () if gpu.backend == self.backend)
 
 
 Check = Callable[[Context], Iterator[Finding]]
@@ -147,6 +166,7 @@ def check_compiler(at: Context) -> Iterator[Finding]:
 
 @check("build", "cuda toolkit")
 def check_cuda_toolkit(at: Context) -> Iterator[Finding]:
+    """Compiler and headers of two toolkits do not fit together."""
     seen: dict[str, str] = {}
     for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         value = at.environ.get(variable, "").strip()
@@ -160,9 +180,22 @@ def check_cuda_toolkit(at: Context) -> Iterator[Finding]:
             why = "a variable that leads nowhere makes tools disagree about which CUDA there is"
             do = f"let {variable} name a toolkit, or unset it"
             yield Finding("build", "cuda toolkit", "warning", f"{variable}={value}: no nvcc there", why, do)
-    version, path = _version_of(["nvcc", "--version"], at.environ, r"release ([\d.]+)")
-    if version:
-        seen[f"PATH ({path})"] = version
+    places = [("nvcc", "PATH"), (str(at.root / "usr/local/cuda/bin/nvcc"), "the usual folder")]
+    asked: set[str] = set()
+    for command, place in places:
+        version, path = _version_of([command, "--version"], at.environ, r"release ([\d.]+)")
+        real = os.path.realpath(path)
+        if real in asked:
+            continue
+        asked.add(real)
+        if version:
+            seen[f"{place} ({path})"] = version
+        elif path:
+            saw = f"{path} ({place}) does not say its version"
+            why = "a build passes it over, and tools that do not may fail"
+            yield Finding(
+                "build", "cuda toolkit", "warning", saw, why, "install that toolkit again, or remove it"
+            )
     text = ", ".join(f"{version} from {where}" for where, version in seen.items())
     if len(set(seen.values())) > 1:
         why = "compiler and headers of two toolkits do not fit together"
@@ -177,18 +210,39 @@ def check_cuda_toolkit(at: Context) -> Iterator[Finding]:
 
 @check("build", "rocm")
 def check_rocm(at: Context) -> Iterator[Finding]:
-    path = Path(at.environ.get("ROCM_PATH", "").strip() or at.root / "opt/rocm")
-    try:
-        version = (path / ".info/version").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        version = ""
-    if at.environ.get("ROCM_PATH", "").strip() and not version:
-        do = "let ROCM_PATH name a ROCm installation, or unset it"
-        yield Finding(
-            "build", "rocm", "warning", f"ROCM_PATH={path}: no ROCm there", "builds for AMD use it", do
-        )
+    """HIP's headers and a clang for AMD GPUs: of a ROCm release, or of the distribution."""
+    named = [(name, value) for name in _ROCM_FOLDERS if (value := at.environ.get(name, "").strip())]
+    for variable, value in named:
+        if not _rocm_version(Path(value)):
+            do = f"let {variable} name a ROCm installation, or unset it"
+            yield Finding(
+                "build", "rocm", "warning", f"{variable}={value}: no ROCm there", "builds for AMD use it", do
+            )
+    folders = [*(Path(value) for _, value in named), at.root / "opt/rocm", at.root / "usr"]
+    found = [f"ROCm {version} ({folder})" for folder in folders if (version := _rocm_version(folder))]
+    names = ("amdclang++", "hipcc", *(f"clang++-{number}" for number in range(22, 16, -1)))
+    compilers = [path for name in names if (path := shutil.which(name, path=at.environ.get("PATH")))]
+    if found:
+        with_ = f", {compilers[0]}" if compilers else ", no compiler for it on PATH"
+        yield Finding("build", "rocm", "ok", found[0] + with_)
     else:
-        yield Finding("build", "rocm", "ok", f"ROCm {version} ({path})" if version else "no ROCm")
+        yield Finding("build", "rocm", "ok", "no ROCm", "only building wheels for AMD GPUs needs it")
+
+
+_ROCM_FOLDERS = ("ROCM_PATH", "ROCM_HOME")
+
+
+def _rocm_version(folder: Path) -> str:
+    """Of the release in a folder; that of HIP where the release does not say; empty when there is none."""
+    for name, pattern in (
+        (".info/version", r"^(\d[\d.]*)"),
+        ("include/hip/hip_version.h", r"HIP_VERSION_MAJOR\s+(\d+)[\s\S]*?HIP_VERSION_MINOR\s+(\d+)"),
+    ):
+        with contextlib.suppress(OSError):
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            if match := re.search(pattern, text):
+                return ".".join(match.groups())
+    return ""
 
 
 @check("build", "python records")
@@ -215,46 +269,122 @@ def _record_folders(at: Context) -> Iterator[Path]:
     yield from dict.fromkeys(folder.parent for folder in at.folders)
 
 
+@check("build", "python packages")
+def check_packages(at: Context) -> Iterator[Finding]:
+    """What the installed record requires and other installations have replaced. Torch has a check of its own."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        saw = "not looked at: the package packaging is not installed"
+        yield Finding(
+            "build", "python packages", "note", saw, "Transformers needs it too", "pip install packaging"
+        )
+        return
+    record = next(
+        iter(importlib.metadata.distributions(name="pelton", path=list(map(str, _record_folders(at))))), None
+    )
+    if record is None:
+        return
+    checked, problems = 0, []
+    for text in record.requires or []:
+        wanted = Requirement(text)
+        if wanted.name == "torch" or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        checked += 1
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append((f"no {wanted.name}", str(wanted)))
+        else:
+            if not wanted.specifier.contains(version, prereleases=True):
+                problems.append((f"{wanted.name} {version}", str(wanted)))
+    for saw, needed in problems:
+        why = f"pelton needs {needed}; another installation has replaced or removed it"
+        yield Finding("build", "python packages", "warning", saw, why, f'pip install "{needed}"')
+    if not problems:
+        yield Finding("build", "python packages", "ok", f"{checked} requirements are met")
+
+
 # --- import ---
 
 
 @check("import", "build")
 def check_build(at: Context) -> Iterator[Finding]:
-    if not at.build.get("profile"):
-        why = "a source tree has no kernels"
-        do = "install a wheel, or build with 'pip install -e .'"
-        yield Finding("import", "build", "error", f"no build in {', '.join(map(str, at.folders))}", why, do)
+    if at.damage:
+        why = "nothing says what this build is for"
+        yield Finding("import", "build", "error", at.damage, why, "install pelton again")
         return
-    yield Finding("import", "build", "ok", f"pelton {at.build['version']}, profile {at.build['profile']}")
+    if at.build.get("profile"):
+        saw = f"pelton {at.build['version']}, profile {at.build['profile']}"
+        yield Finding("import", "build", "ok", saw)
+        return
+    why = "a source tree has no kernels"
+    do = "install a wheel, or build with 'pip install -e .'"
+    hidden = next(
+        (p for p in at.path if p / "pelton" not in at.folders and (p / "pelton/_build_info.json").is_file()),
+        None,
+    )
+    if hidden is not None:
+        why += f", and it hides the build in {hidden}"
+        do = "start Python in another folder, so that the installed build is imported"
+    yield Finding("import", "build", "error", f"no build in {', '.join(map(str, at.folders))}", why, do)
+
+
+@check("import", "variables")
+def check_variables(at: Context) -> Iterator[Finding]:
+    """Misspelt variables, and those that replace the build or the machine."""
+    strange = _environment.unknown(at.environ)
+    for name, hint in strange.items():
+        saw = f"{name}={at.environ[name]}: no variable of pelton's{hint}"
+        yield Finding(
+            "import", "variables", "warning", saw, "it has no effect", "correct its name, or unset it"
+        )
+    replaced = [name for name in ("PELTON_HOST", "PELTON_LIBRARY") if at.environ.get(name, "").strip()]
+    if replaced:
+        saw = ", ".join(f"{name}={at.environ[name]}" for name in replaced)
+        why = "a described machine or another library stands in for the real one, in this report too"
+        yield Finding(
+            "import", "variables", "note", saw, why, f"unset {' and '.join(replaced)} when that is not wanted"
+        )
+    elif not strange:
+        yield Finding("import", "variables", "ok", "none that replaces build or machine")
+
+
+def _of_guard(at: Context, check: str, topic: str) -> Iterator[Finding]:
+    """What the guard says to a topic, each fault once."""
+    for misfit in at.misfits:
+        if misfit.topic == topic:
+            why = f"this build needs {misfit.needed}"
+            yield Finding(CHECKS[check][0], check, "error", misfit.found, why, misfit.install)
 
 
 @check("import", "machine")
 def check_machine(at: Context) -> Iterator[Finding]:
+    """System, C library and CPU."""
     if not at.build.get("profile"):
         return
-    mismatch = guard.find_mismatch(at.build, at.machine, at.environ.get("PELTON_INDEX", ""))
-    if mismatch is None:
-        yield Finding("import", "machine", "ok", guard.describe(at.machine))
-    else:
-        yield Finding(
-            "import", "machine", "error", mismatch.found, f"needed: {mismatch.needed}", mismatch.install
-        )
+    faults = list(_of_guard(at, "machine", "machine"))
+    yield from faults or [Finding("import", "machine", "ok", guard.describe(at.machine))]
 
 
 @check("import", "torch")
 def check_torch(at: Context) -> Iterator[Finding]:
     machine = at.machine
-    if machine.torch is None:
+    faults = list(_of_guard(at, "torch", "torch"))
+    if faults:
+        yield from faults
+        return
+    if machine.torch is None:  # without a build
         why, do = "the engine computes with it", 'pip install "torch>=2.10"'
         yield Finding("import", "torch", "error", "no torch", why, do)
         return
     builds = [f"{n} {v}" for n, v in (("CUDA", machine.torch_cuda), ("ROCm", machine.torch_rocm)) if v]
     saw = f"torch {machine.torch} for {' and '.join(builds) or 'CPUs'}"
-    if at.backend == "cpu" and builds and machine.gpus:
-        why = "the installed build of pelton is for CPUs: it leaves the GPU alone"
-        yield Finding(
-            "import", "torch", "note", f"{saw}, {machine.gpus[0]}", why, "install a GPU build of pelton"
-        )
+    newer = guard.numbers(machine.torch_cuda or "0")[0] > guard.numbers(machine.driver or "999")[0]
+    if newer and at.backend == "cuda" and machine.driver:
+        saw += f", an NVIDIA driver for CUDA {machine.driver}"
+        do = "install a newer driver, or a torch for the driver's CUDA"
+        yield Finding("import", "torch", "error", saw, "torch itself does not run with this driver", do)
     else:
         yield Finding("import", "torch", "ok", saw)
 
@@ -275,8 +405,15 @@ def check_host_module(at: Context) -> Iterator[Finding]:
 
 @check("import", "library")
 def check_library(at: Context) -> Iterator[Finding]:
-    if not at.build.get("profile") and not at.environ.get("PELTON_LIBRARY"):
-        return
+    if not at.environ.get("PELTON_LIBRARY"):
+        if not at.build.get("profile"):
+            return
+        if at.misfits:
+            topics = sorted({misfit.topic for misfit in at.misfits})
+            why = "the guard keeps a library from a machine that it is not for"
+            do = f"see {' and '.join(f'the check {topic!r}' for topic in topics)}"
+            yield Finding("import", "library", "note", "not loaded: the build does not fit", why, do)
+            return
     code = "from pelton import _library; print(_library.load())"
     path = os.pathsep.join(
         [*dict.fromkeys(str(folder.parent) for folder in at.folders), at.environ.get("PYTHONPATH", "")]
@@ -368,46 +505,164 @@ def classify_load_error(status: int | None, text: str) -> tuple[str, str]:
 
 @check("run", "gpu")
 def check_gpus(at: Context) -> Iterator[Finding]:
-    machine = at.machine
-    under_wsl = _under_wsl(at.root)
-    if under_wsl and not machine.driver:
-        library = at.root / "usr/lib/wsl/lib/libcuda.so.1"
-        saw = (
-            "WSL without the Windows driver"
-            if not library.exists()
-            else f"WSL, the driver {library} does not answer"
-        )
-        why = "under WSL the GPU's driver is that of Windows"
-        do = "install NVIDIA's driver in Windows, then restart WSL (wsl --shutdown); install no driver in Linux"
-        yield Finding("run", "gpu", "warning" if at.backend == "cuda" else "note", saw, why, do)
-        return
+    machine, under_wsl = at.machine, _under_wsl(at.root)
     parts = [part for part in ("WSL" if under_wsl else "", machine.driver_library) if part]
     where = f" ({', '.join(parts)})" if parts else ""
-    if machine.gpu_note and machine.driver is None:
+    driver = f"NVIDIA driver for CUDA {machine.driver}{where}" if machine.driver else ""
+    faults = list(_of_guard(at, "gpu", "gpu"))
+    if under_wsl and not machine.driver and not machine.gpus:
+        yield from _wsl_without_driver(at, "error" if faults else "note")
+    elif faults:
+        yield from (replace(fault, saw=f"{fault.saw}{'; ' if driver else ''}{driver}") for fault in faults)
+    elif machine.gpu_note and machine.driver is None and at.backend != "rocm":
         do = "see what nvidia-smi and dmesg say; restart the machine or install the driver again"
         yield Finding("run", "gpu", "warning", machine.gpu_note, "no CUDA program will run", do)
     elif not machine.gpus:
         note = f" ({machine.gpu_note})" if machine.gpu_note and machine.driver else ""
-        status: Status = "ok" if at.backend in ("", "cpu") else "error"
-        driver = (
-            f"an NVIDIA driver for CUDA {machine.driver}{where}"
-            if machine.driver
-            else f"no GPU driver{where}"
-        )
-        yield Finding(
-            "run", "gpu", status, f"no GPU; {driver}{note}", "" if status == "ok" else "a GPU build needs one"
-        )
+        yield Finding("run", "gpu", "ok", f"no GPU; {driver or f'no GPU driver{where}'}{note}")
     else:
-        sizes = [f", {gpu.memory >> 30} GiB" if gpu.memory else "" for gpu in machine.gpus]  # 0: not known
-        cards = ", ".join(f"{i}: {gpu}{sizes[i]}" for i, gpu in enumerate(machine.gpus))
-        driver = f"; NVIDIA driver for CUDA {machine.driver}{where}" if machine.driver else ""
-        yield Finding("run", "gpu", "ok", cards + driver)
-    if at.build.get("profile"):
-        for index in guard.uncovered_gpus(at.build, machine):
-            gpu = (machine.gpus or ())[index]
+        yield _cards(at, f"; {driver}" if driver else "")
+        for index in guard.uncovered_gpus(at.build, machine) if at.build.get("profile") else ():
+            gpu = at.gpus()[index]
             why = f"this build is for {', '.join(at.build['archs'])}"
-            do = "hide it with CUDA_VISIBLE_DEVICES, or choose another with device='cuda:N'"
+            do = f"{guard.hiding(at.build, machine, at.environ)}, or choose another with device='cuda:N'"
             yield Finding("run", "gpu", "warning", f"pelton does not run on GPU {index}, {gpu}", why, do)
+
+
+def _wsl_without_driver(at: Context, status: Status) -> Iterator[Finding]:
+    library = at.root / "usr/lib/wsl/lib/libcuda.so.1"
+    there = library.exists()
+    saw = f"WSL, the driver {library} does not answer" if there else "WSL without the Windows driver"
+    why = "under WSL the GPU's driver is that of Windows"
+    do = "install NVIDIA's driver in Windows, then restart WSL (wsl --shutdown); install no driver in Linux"
+    yield Finding("run", "gpu", status, saw, why, do)
+
+
+def _cards(at: Context, driver: str) -> Finding:
+    """The cards that there are; for a build for CPUs with the build that would use them."""
+    gpus = at.machine.gpus or ()
+    sizes = [f", {gpu.memory >> 30} GiB" if gpu.memory else "" for gpu in gpus]  # 0: not known
+    saw = ", ".join(f"{i}: {gpu}{sizes[i]}" for i, gpu in enumerate(gpus)) + driver
+    if at.backend != "cpu":
+        return Finding("run", "gpu", "ok", saw)
+    why = "the installed build of pelton is for CPUs: it leaves the GPU alone"
+    best = guard.best_gpu_profile(at.build, at.machine)
+    if best is not None:
+        return Finding("run", "gpu", "note", saw, why, guard.install_command(best, at.index))
+    archs = ", ".join(dict.fromkeys(gpu.arch for gpu in gpus))
+    return Finding(
+        "run", "gpu", "note", saw, why, f"no build is for {archs}; to build one, see docs/new-gpu.md"
+    )
+
+
+@check("run", "gpu speed")
+def check_gpu_speed(at: Context) -> Iterator[Finding]:
+    """A GPU that runs code for an older one, where another build has code for it."""
+    slower = []
+    for index, gpu in enumerate(at.gpus()):
+        own = fit(map(str, at.build["archs"]), gpu)
+        others = [
+            (best[0], str(other["profile"]))
+            for other in at.build.get("profiles", ())
+            if (best := fit(map(str, other["archs"]), gpu)) is not None
+        ]
+        if own is not None and others and min(others)[0] < own[0]:
+            slower.append((index, gpu, own[1], min(others)[1]))
+    for index, gpu, arch, profile in slower:
+        saw = f"GPU {index}, {gpu}, runs this build's code for {arch}"
+        why = f"profile {profile} is made for it, and faster"
+        yield Finding("run", "gpu speed", "note", saw, why, guard.install_command(profile, at.index))
+    if not slower and at.gpus():
+        yield Finding("run", "gpu speed", "ok", "no build is nearer to the GPUs than this one")
+
+
+@check("run", "features")
+def check_features(at: Context) -> Iterator[Finding]:
+    """Features that this build lacks and its profile's own build has: the label says so."""
+    features = at.build.get("features", {})
+    if not features:
+        return
+    marks = str(at.build.get("label", "")).split(".")
+    lacking = [name for name in features if f"no{name.replace('-', '')}" in marks]
+    saw = "; ".join(
+        f"{word}: {', '.join(names)}"
+        for word, names in (
+            ("on", [name for name, on in features.items() if on]),
+            ("off", [name for name, on in features.items() if not on]),
+        )
+        if names
+    )
+    if lacking:
+        why = f"models that need {' or '.join(lacking)} are refused; the profile's own build has it"
+        do = guard.install_command(str(at.build["profile"]), at.index)
+        yield Finding("run", "features", "note", saw, why, do)
+    else:
+        yield Finding("run", "features", "ok", saw)
+
+
+NCCL_SHARED = 1 << 30
+"""Shared memory below which NCCL between GPUs of one machine may fail."""
+
+
+@check("run", "nccl")
+def check_nccl(at: Context) -> Iterator[Finding]:
+    """What several GPUs talk through: the library in torch, another one before it, shared memory, the network."""
+    name = "RCCL" if at.backend == "rocm" else "NCCL"
+    if len(at.gpus()) < 2:
+        yield Finding("run", "nccl", "ok", f"fewer than two GPUs: {name} is not used")
+        return
+    problems = [*_nccl_surroundings(at)]
+    yield from problems
+    if any(misfit.topic == "torch" for misfit in at.misfits):
+        yield Finding("run", "nccl", "note", "not asked for", f"torch brings {name}", "see the check 'torch'")
+        return
+    status, text = _said([sys.executable, "-c", _ASK_NCCL], at.environ, LOAD_LIMIT)
+    if status == 0 and (match := re.search(r"^nccl (\d[\d.]*)$", text, re.MULTILINE)):
+        if not problems:
+            yield Finding("run", "nccl", "ok", f"{name} {match[1]} in torch {at.machine.torch}")
+        return
+    said = text if status is None else (text.splitlines() or [f"ended with status {status}"])[-1][:400]
+    saw = f"torch {at.machine.torch} has no {name} ({said})"
+    do = "install a torch for the GPUs of this machine, with what it depends on (pip check)"
+    yield Finding("run", "nccl", "warning", saw, "GPUs cannot work on one model without it", do)
+
+
+_ASK_NCCL = """
+import torch, torch.distributed as distributed
+assert distributed.is_available() and distributed.is_nccl_available(), "a build without it"
+print("nccl", ".".join(map(str, torch.cuda.nccl.version())))
+"""
+
+
+def _nccl_surroundings(at: Context) -> Iterator[Finding]:
+    libraries = [Path(name) for name in re.split(r"[: ]", at.environ.get("LD_PRELOAD", "")) if "nccl" in name]
+    folders = [Path(entry) for entry in at.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if entry]
+    libraries += [path for folder in folders for path in sorted(folder.glob("lib[nr]ccl.so*"))[:1]]
+    if libraries:
+        why = "it is loaded instead of the one that torch was built with: crashes, hangs, undefined symbols"
+        do = "remove it from LD_LIBRARY_PATH and LD_PRELOAD"
+        yield Finding("run", "nccl", "warning", f"another library first: {libraries[0]}", why, do)
+    try:
+        state = os.statvfs(at.root / "dev/shm")
+        shared = state.f_blocks * state.f_frsize
+    except OSError:
+        shared = 0
+    if shared < NCCL_SHARED:
+        why = "GPUs of one machine exchange data through it; containers have 64 MiB unless told otherwise"
+        do = "start the container with --shm-size=8g or --ipc=host"
+        yield Finding("run", "nccl", "warning", f"{shared >> 20} MiB of shared memory (/dev/shm)", why, do)
+    wanted = at.environ.get("NCCL_SOCKET_IFNAME", "")
+    try:
+        there = [path.name for path in (at.root / "sys/class/net").iterdir()]
+    except OSError:
+        there = []
+    names = [name for name in wanted.lstrip("=").split(",") if name] if not wanted.startswith("^") else []
+    if names and there and not any(have.startswith(name) for name in names for have in there):
+        saw = f"NCCL_SOCKET_IFNAME={wanted}; there are {', '.join(sorted(there))}"
+        do = "let it name one of them, or unset it"
+        yield Finding(
+            "run", "nccl", "warning", saw, "no such network interface: processes do not find one another", do
+        )
 
 
 def _under_wsl(root: Path) -> bool:
@@ -462,7 +717,7 @@ def check_cpu_speed(at: Context) -> Iterator[Finding]:
         better = guard.best_cpu_profile(at.build, at.machine)
         if better is not None and better != at.build["profile"] and built < levels.index(at.machine.level):
             saw = f"a CPU with {at.machine.level}, a build for {', '.join(at.build['archs'])}"
-            do = f"install profile {better}: pip install --force-reinstall --no-deps --index-url INDEX/p/{better}/simple/ pelton"
+            do = guard.install_command(better, at.index)
             yield Finding("run", "cpu speed", "note", saw, "another build would be faster here", do)
             return
     threads, cores = at.environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
@@ -481,23 +736,31 @@ def examine() -> list[Finding]:
     """Run every check on this machine; one that fails itself is a finding too."""
     import pelton
 
-    folders = tuple(map(Path, pelton.__path__))
-    findings: list[Finding] = []
+    build: Mapping[str, Any] = {}
+    damage = ""
     try:
         from . import build_info
 
-        build: Mapping[str, Any] = build_info.as_dict() if build_info.path is not None else {}
+        build = build_info.as_dict() if build_info.path is not None else {}
     except PeltonError as error:
-        findings.append(Finding("import", "build", "error", str(error), "", "install pelton again"))
-        build = {}
+        damage = str(error)
+    findings: list[Finding] = []
     try:
         machine = guard.this_machine(gpus=True)
     except PeltonError as error:
+        why = "the rest of this report is of the real machine"
         findings.append(
-            Finding("import", "machine", "error", str(error), "", "mend the file, or unset PELTON_HOST")
+            Finding("import", "variables", "error", str(error), why, "mend the file, or unset PELTON_HOST")
         )
-        return findings
-    at = Context(machine, build, dict(os.environ), folders=folders)
+        machine = guard.real_machine(gpus=True)
+    at = Context(
+        machine,
+        build,
+        dict(os.environ),
+        folders=tuple(map(Path, pelton.__path__)),
+        path=tuple(Path(entry) for entry in sys.path if entry),
+        damage=damage,
+    )
     return [*findings, *run_checks(at)]
 
 

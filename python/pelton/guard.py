@@ -47,11 +47,14 @@ __all__ = [
     "Machine",
     "Misfit",
     "best_cpu_profile",
+    "best_gpu_profile",
     "check",
     "check_gpu",
     "describe",
     "find_mismatch",
+    "hiding",
     "index_address",
+    "install_command",
     "misfits",
     "numbers",
     "this_machine",
@@ -149,7 +152,7 @@ def check() -> None:
             gpu,
             info["profile"],
             ", ".join(info["archs"]),
-            _hiding(info, machine, os.environ),
+            hiding(info, machine, os.environ),
         )
 
 
@@ -312,7 +315,7 @@ def _card_mismatch(
         others = [f"GPU {i}, {other}" for i, other in enumerate(gpus) if fit(archs, other) is not None]
         if others:
             found = f"GPU {number}, {gpu}; it runs on {', '.join(others)}"
-            return found, wanted, _hiding(info, machine, os.environ)
+            return found, wanted, hiding(info, machine, os.environ)
         return f"GPU {number}, {gpu}", wanted, ""
     if driver and least and numbers(driver) < numbers(least):
         return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
@@ -335,7 +338,7 @@ def uncovered_gpus(info: Mapping[str, Any], machine: Machine) -> list[int]:
     return [index for index, gpu in enumerate(gpus) if fit(map(str, info["archs"]), gpu) is None]
 
 
-def _hiding(info: Mapping[str, Any], machine: Machine, environ: Mapping[str, str]) -> str:
+def hiding(info: Mapping[str, Any], machine: Machine, environ: Mapping[str, str]) -> str:
     """How to hide the GPUs that a build does not run on."""
     variable = "HIP_VISIBLE_DEVICES" if info["backend"] == "rocm" else "CUDA_VISIBLE_DEVICES"
     gpus = [gpu for gpu in machine.gpus or () if gpu.backend == info["backend"]]
@@ -377,18 +380,24 @@ def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
     1. Of the builds for the first GPU that there is one for, the one whose arch is nearest to it.
     2. Of the builds for this CPU, the one of the highest level.
     """
-    best = _gpu_build(info, machine) or best_cpu_profile(info, machine)
+    best = best_gpu_profile(info, machine) or best_cpu_profile(info, machine)
     if best is None:
         return (
             "no build fits this machine: pelton needs a CPU with AVX2 and FMA, enabled by the operating system "
             "(x86-64-v3), or a GPU of one of its profiles"
         )
+    return install_command(best, index)
+
+
+def install_command(profile: str, index: str = "") -> str:
+    """The command that replaces the installed build by that of another profile."""
     address = index.rstrip("/") or "INDEX"
-    command = f"pip install --force-reinstall --no-deps --index-url {address}/p/{best}/simple/ pelton"
+    command = f"pip install --force-reinstall --no-deps --index-url {address}/p/{profile}/simple/ pelton"
     return command if index else f"{command}   (INDEX: the address that pelton was installed from)"
 
 
-def _gpu_build(info: Mapping[str, Any], machine: Machine) -> str | None:
+def best_gpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
+    """Of the other profiles for the first GPU that there is one for, the one whose arch is nearest to it."""
     for gpu in machine.gpus or ():
         if gpu.backend == "cuda" and machine.driver == "":
             continue
@@ -509,12 +518,12 @@ def _torch() -> tuple[str | None, Mapping[str, str]]:
     except (OSError, ValueError):
         text = ""
     pattern = r"""^(cuda|hip)\b[^=]*= *['"]([^'"]+)['"]"""
+    builds = dict(re.findall(pattern, text, re.MULTILINE))
     try:
-        return importlib.metadata.version("torch"), dict(re.findall(pattern, text, re.MULTILINE))
+        return importlib.metadata.version("torch"), builds
     except importlib.metadata.PackageNotFoundError:
-        import torch
-
-        return _torch_says(torch)
+        own = re.search(r"""^__version__\b[^=]*= *['"](\d[^'"]*)['"]""", text, re.MULTILINE)
+        return (own[1], builds) if own else (None, {})
 
 
 def _torch_says(torch: Any) -> tuple[str, Mapping[str, str]]:

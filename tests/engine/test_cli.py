@@ -376,7 +376,13 @@ def test_info_with_a_host_file_that_is_wrong(installed, tmp_path):
     (tmp_path / "host.toml").write_text("cup = 1\n")
     done = run(["info", "--json"], installed, PELTON_HOST=str(tmp_path / "host.toml"))
     assert done.returncode == 0, done.stderr
-    assert "PELTON_HOST" in json.loads(done.stdout)["problem"]
+    info = json.loads(done.stdout)
+    assert "PELTON_HOST" in info["problem"] and info["fits_this_machine"] is None
+    assert info["machine"]["glibc"] and info["machine"]["cpu_level"], "of the real machine"
+    for host in (tmp_path, tmp_path / "none.toml"):  # cannot be read at all
+        done = run(["info"], installed, PELTON_HOST=str(host))
+        assert done.returncode == 0, done.stderr
+        assert f"unknown: PELTON_HOST: {host}: cannot be read" in done.stdout
 
 
 def test_info_imports_nothing_heavy():
