@@ -235,42 +235,36 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[S::kWarpSlabs][S::kT
 }
 
 // The sum of what `count` places hold, in their order.
-__device__ __forceinline__ Vector<float, 4> sum_of_parts(const float* from, int64_t stride, int count) {
-  Vector<float, 4> sum = load_vector<float>(from);
-#pragma unroll 4
+template <int N>
+__device__ __forceinline__ Vector<float, N> sum_of_parts(const float* from, int64_t stride, int count) {
+  Vector<float, N> sum = load_vector<float, N>(from);
+#pragma unroll 8
   for (int i = 1; i < count; ++i) {
-    const auto part = load_vector<float>(from + i * stride);
+    const auto part = load_vector<float, N>(from + i * stride);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] += part[e];
+    for (int e = 0; e < N; ++e) sum[e] += part[e];
   }
   return sum;
 }
 
-// Writes a fragment of sums: outputs first_row ... + 15 of tokens first_token ... + 7.
+// Writes the half of a fragment of sums that has outputs first_row ... + 7 of tokens first_token ... + 7.
 template <class T>
-__device__ __forceinline__ void write_outputs(const MarlinGemmArgs& a, bool paired, Vector<float, 4> d,
-                                              int first_row, int first_token, int lane) {
-  if (a.bias != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = first_row + lane / 4 + 8 * i;
-      const float bias = row < a.n ? to_float(static_cast<const T*>(a.bias)[row]) : 0;
-      d[2 * i] += bias;
-      d[2 * i + 1] += bias;
-    }
+__device__ __forceinline__ void write_half(const MarlinGemmArgs& a, bool paired, Vector<float, 2> d,
+                                           int first_row, int first_token, int lane) {
+  if (a.bias != nullptr && first_row + lane / 4 < a.n) {
+    const float bias = to_float(static_cast<const T*>(a.bias)[first_row + lane / 4]);
+    d[0] += bias;
+    d[1] += bias;
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t pair = transpose_matrix(pack2<T>(d[2 * i], d[2 * i + 1]));
-    const int token = first_token + lane / 4, row = first_row + 8 * i + 2 * (lane % 4);
-    if (token >= a.m || row >= a.n) continue;
-    T* const out = static_cast<T*>(a.out) + token * a.out_stride + row;
-    if (paired) {
-      *reinterpret_cast<uint32_t*>(out) = pair;
-    } else {
-      out[0] = T{uint16_t(pair)};
-      if (row + 1 < a.n) out[1] = T{uint16_t(pair >> 16)};
-    }
+  const uint32_t pair = transpose_matrix(pack2<T>(d[0], d[1]));
+  const int token = first_token + lane / 4, row = first_row + 2 * (lane % 4);
+  if (token >= a.m || row >= a.n) return;
+  T* const out = static_cast<T*>(a.out) + token * a.out_stride + row;
+  if (paired) {
+    *reinterpret_cast<uint32_t*>(out) = pair;
+  } else {
+    out[0] = T{uint16_t(pair)};
+    if (row + 1 < a.n) out[1] = T{uint16_t(pair >> 16)};
   }
 }
 
@@ -369,13 +363,15 @@ __global__ void __launch_bounds__(S::kMaxThreads, 1)
     const bool begins = piece.first == piece.start, ends = piece.end == piece.start + plan.input_tiles;
     const int first_row = piece.row_tile * S::kRows, first_token = piece.token_tile * S::kTokens;
     const auto write = [&](Vector<float, 4> sum, int fragment) {
-      write_outputs<T>(a, plan.paired, sum, first_row + fragment / S::kTokenBlocks * kSlab,
-                       first_token + fragment % S::kTokenBlocks * 8, lane);
+      const int row = first_row + fragment / S::kTokenBlocks * kSlab;
+      const int token = first_token + fragment % S::kTokenBlocks * 8;
+      write_half<T>(a, plan.paired, {sum[0], sum[1]}, row, token, lane);
+      write_half<T>(a, plan.paired, {sum[2], sum[3]}, row + 8, token, lane);
     };
     float* const slot = slots + (2 * int64_t(blockIdx.x) + (begins ? 1 : 0)) * S::kSlotFloats;
 #pragma unroll 1
     for (int fragment = warp; fragment < S::kFragments; fragment += warps) {
-      const auto sum = sum_of_parts(exchange + (fragment * kWarp + lane) * 4, S::kSlotFloats, plan.splits);
+      const auto sum = sum_of_parts<4>(exchange + (fragment * kWarp + lane) * 4, S::kSlotFloats, plan.splits);
       if (begins && ends) {
         write(sum, fragment);
       } else {
@@ -401,7 +397,7 @@ __global__ void __launch_bounds__(S::kMaxThreads, 1)
           const float* const part = of_first + (fragment * kWarp + lane) * 4;
           Vector<float, 4> sum = load_vector<float>(part);
           if (pieces > 1) {
-            const auto rest = sum_of_parts(part + S::kSlotFloats, 2 * S::kSlotFloats, pieces - 1);
+            const auto rest = sum_of_parts<4>(part + S::kSlotFloats, 2 * S::kSlotFloats, pieces - 1);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[e] += rest[e];
           }

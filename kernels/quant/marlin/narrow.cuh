@@ -11,27 +11,29 @@ namespace pelton::gpu::marlin {
 
 constexpr int kNarrowTokens = 16;
 constexpr int kPanel = 2 * kTile, kPanelSteps = kPanel / 16;  // inputs that a warp multiplies at once
-constexpr int kSlabsAtOnce = 4;                               // whose sums are in registers
 constexpr int kNarrowWarps = 16;                              // of a block, at most
 
 struct NarrowPlan {
   Cutting slabs, panels;  // between ranges of outputs, and between the splits of each
-  Reciprocal per_split, per_group, per_token;
+  Reciprocal per_split, per_group;
   int splits, warps, pairs;  // pairs of slabs under way of each warp
   int exchange_slabs;        // that are put together at once
   int x_row_bytes, input_tiles, blocks;
+  bool paired;  // outputs may be written two at a time
 };
 
 template <class T_, int Bits_, int TokenBlocks_>
 struct NarrowShape {
   using T = T_;
   static constexpr int kBits = Bits_, kTokenBlocks = TokenBlocks_;
+  static constexpr int kSlabsAtOnce = kTokenBlocks == 1 && kBits == 4 ? 8 : 4;  // whose sums are in registers
   static constexpr int kParts = kBits / 4;  // accesses of a lane for a slab of a tile
   static constexpr int kTileBytes = tile_bytes(kBits), kSlabBytes = slab_bytes(kBits);
   // A pair: the weights of two slabs, their scales and their zeros.
   static constexpr int kScalesAt = 2 * 2 * kSlabBytes, kZerosAt = kScalesAt + 2 * kSlab * 2;
   static constexpr int kPairBytes = kZerosAt + 2 * kSlab;
   static constexpr int kSumFloats = kTokenBlocks * kWarp * 4;  // of a slab
+  static constexpr int kHalves = 2 * kTokenBlocks;             // of its sums: 8 outputs of 8 tokens
 };
 
 // The copies of one warp: its panels for four slabs, then for the next four, in pairs of slabs.
@@ -77,13 +79,13 @@ struct NarrowLoader {
                  : static_cast<const void*>(a.zeros + at);
       copy_async16(to + S::kScalesAt + lane * 16, from);
     }
-    const int pairs = min(last_slab - base, kSlabsAtOnce) > 2 ? 2 : 1;
+    const int pairs = (min(last_slab - base, S::kSlabsAtOnce) + 1) / 2;
     if (++pair == pairs) {
       pair = 0;
       panel += plan.warps;
       if (panel >= last_panel) {
         panel = first_panel;
-        base += kSlabsAtOnce;
+        base += S::kSlabsAtOnce;
       }
     }
   }
@@ -150,61 +152,42 @@ struct SlabWeights {
     zeros = S::kBits == 4 ? 0x0808u : 0x8080u;
     if (with_zeros) zeros = *reinterpret_cast<const uint16_t*>(pair + S::kZerosAt + i * kSlab + lane / 4 * 2);
   }
-};
 
-// Adds the products of one or two slabs with a panel's inputs, step by step, so that several chains of them
-// hide their latency.
-template <class S, int Count>
-__device__ __forceinline__ void multiply_slabs(float (*sums)[S::kTokenBlocks][4],
-                                               const SlabWeights<S>* weights, const PanelInputs<S>& inputs) {
-  using T = typename S::T;
-  constexpr bool kIsRaw = kRaw<T, S::kBits>;
-  float part[Count][S::kTokenBlocks][4] = {};
-  SlabZeros exact[Count];
-  if constexpr (!kIsRaw) {
+  // Adds the products with a panel's inputs.
+  __device__ __forceinline__ void multiply(float (&sums)[S::kTokenBlocks][4],
+                                           const PanelInputs<S>& inputs) const {
+    using T = typename S::T;
+    const float scale[2] = {to_float(T{uint16_t(scales)}), to_float(T{uint16_t(scales >> 16)})};
+    float part[S::kTokenBlocks][4] = {};
+    SlabZeros exact{};
+    if constexpr (!kRaw<T, S::kBits>) exact = slab_zeros<T, S::kBits>(zeros);
 #pragma unroll
-    for (int s = 0; s < Count; ++s) exact[s] = slab_zeros<T, S::kBits>(weights[s].zeros);
-  }
-#pragma unroll
-  for (int step = 0; step < kPanelSteps; ++step) {
-#pragma unroll
-    for (int s = 0; s < Count; ++s) {
+    for (int step = 0; step < kPanelSteps; ++step) {
       uint32_t w[4];
-      if constexpr (kIsRaw) {
-        unpack<T, S::kBits>(w, weights[s].words[step / kSteps], step % kSteps);
+      if constexpr (kRaw<T, S::kBits>) {
+        unpack<T, S::kBits>(w, words[step / kSteps], step % kSteps);
       } else {
-        dequantize<T, S::kBits>(w, weights[s].words[step / kSteps], step % kSteps, exact[s]);
+        dequantize<T, S::kBits>(w, words[step / kSteps], step % kSteps, exact);
       }
 #pragma unroll
-      for (int n = 0; n < S::kTokenBlocks; ++n) mma_m16n8k16<T>(part[s][n], w, inputs.b[n][step]);
+      for (int n = 0; n < S::kTokenBlocks; ++n) mma_m16n8k16<T>(part[n], w, inputs.b[n][step]);
     }
-  }
-#pragma unroll
-  for (int s = 0; s < Count; ++s) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       constexpr RawForm kForm = raw_form<T, S::kBits>();
-      const float scale = to_float(T{uint16_t(weights[s].scales >> (16 * half))});
-      const float factor = scale * (half == 0 ? kForm.low_factor : kForm.high_factor);
-      const float zero = scale * (float(weights[s].zeros >> (8 * half) & 255u) + kForm.offset);
+      const float factor = scale[half] * (half == 0 ? kForm.low_factor : kForm.high_factor);
+      const float zero = scale[half] * (float(zeros >> (8 * half) & 255u) + kForm.offset);
 #pragma unroll
       for (int n = 0; n < S::kTokenBlocks; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          sums[s][n][i] = fmaf(part[s][n][i], factor, sums[s][n][i]);
-          if constexpr (kIsRaw) sums[s][n][i] = fmaf(-zero, inputs.sums[n][i], sums[s][n][i]);
+          sums[n][i] = fmaf(part[n][i], factor, sums[n][i]);
+          if constexpr (kRaw<T, S::kBits>) sums[n][i] = fmaf(-zero, inputs.sums[n][i % 2], sums[n][i]);
         }
       }
     }
   }
-}
-
-template <class T>
-__device__ __forceinline__ void write_output(const MarlinGemmArgs& a, float sum, int row, int token) {
-  if (row >= a.n) return;
-  if (a.bias != nullptr) sum += to_float(static_cast<const T*>(a.bias)[row]);
-  static_cast<T*>(a.out)[token * a.out_stride + row] = from_float<T>(sum);
-}
+};
 
 template <class S>
 __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
@@ -237,8 +220,8 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
   for (int panel = first_panel; panel < last_panel; panel += plan.warps) {
 #pragma unroll 1
     for (int i = lane / 16; i < tokens; i += 2) {
-      // Each block begins with another row: not all ask for the same lines at once.
-      const int row = (i + first_row) % tokens;
+      // Blocks begin with different rows, so that not all ask for the same lines at once.
+      const int row = i + first_row < tokens ? i + first_row : i + first_row - tokens;
       const int input = panel * kPanel + lane % 16 * 8;
       const bool valid = input < int(a.k);
       const T* const from = static_cast<const T*>(a.x) + (valid ? row * a.x_stride + input : 0);
@@ -257,20 +240,20 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
   uint32_t* const counters = reinterpret_cast<uint32_t*>(a.workspace);
   const int most_slabs = plan.slabs.each + (plan.slabs.longer > 0 ? 1 : 0);
   float* const slots = a.workspace + kMarlinCounters;
-  const auto slot_of = [&](int split, int slab, int token) {
-    const int64_t slabs_before = (int64_t(range) * plan.splits + split) * most_slabs + slab - first_slab;
-    return (slabs_before * tokens + token) * kSlab;
+  const auto slot_of = [&](int split, int slab) {
+    return slots + ((int64_t(range) * plan.splits + split) * most_slabs + slab - first_slab) * S::kSumFloats;
   };
+  const auto half_of = [&](int half) { return (half / 2 * kWarp + lane) * 4 + half % 2 * 2; };
   int slot = 0;
 #pragma unroll 1
-  for (int base = first_slab; base < last_slab; base += kSlabsAtOnce) {
-    const int count = min(last_slab - base, kSlabsAtOnce);
-    float sums[kSlabsAtOnce][S::kTokenBlocks][4] = {};
+  for (int base = first_slab; base < last_slab; base += S::kSlabsAtOnce) {
+    const int count = min(last_slab - base, S::kSlabsAtOnce);
+    float sums[S::kSlabsAtOnce][S::kTokenBlocks][4] = {};
 #pragma unroll 1
     for (int panel = first_panel; panel < last_panel; panel += plan.warps) {
       PanelInputs<S> inputs;
 #pragma unroll
-      for (int pair = 0; pair < kSlabsAtOnce / 2; ++pair) {
+      for (int pair = 0; pair < S::kSlabsAtOnce / 2; ++pair) {
         if (2 * pair >= count) break;
         wait_for_pair(plan.pairs);
         __syncwarp();
@@ -279,19 +262,25 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
                       lane);
         }
         const unsigned char* const at = ring + slot * S::kPairBytes;
-        SlabWeights<S> weights[2];
-        weights[0].load(at, 0, a.zeros != nullptr, lane);
-        const bool both = 2 * pair + 1 < count;
-        if (both) weights[1].load(at, 1, a.zeros != nullptr, lane);
-        slot = slot + 1 == plan.pairs ? 0 : slot + 1;
-        __syncwarp();  // all have read the slot
-        loader.copy();
-        loader.close();
-        if (both) {
-          multiply_slabs<S, 2>(sums + 2 * pair, weights, inputs);
-        } else {
-          multiply_slabs<S, 1>(sums + 2 * pair, weights, inputs);
+        const auto release = [&] {
+          slot = slot + 1 == plan.pairs ? 0 : slot + 1;
+          __syncwarp();  // all have read the slot
+          loader.copy();
+          loader.close();
+        };
+        const bool both = 2 * pair + 1 < count, with_zeros = a.zeros != nullptr;
+        SlabWeights<S> first, second;
+        first.load(at, 0, with_zeros, lane);
+        if constexpr (S::kTokenBlocks == 1) {
+          if (both) second.load(at, 1, with_zeros, lane);
+          release();
+          first.multiply(sums[2 * pair], inputs);
+        } else {  // there are no registers for both
+          first.multiply(sums[2 * pair], inputs);
+          if (both) second.load(at, 1, with_zeros, lane);
+          release();
         }
+        if (both) second.multiply(sums[2 * pair + 1], inputs);
       }
     }
     const int parts = min(plan.warps, last_panel - begin_panel);
@@ -300,7 +289,7 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
       const int here = min(count - first, plan.exchange_slabs);
       __syncthreads();  // the last exchange has been read
 #pragma unroll
-      for (int s = 0; s < kSlabsAtOnce; ++s) {
+      for (int s = 0; s < S::kSlabsAtOnce; ++s) {
         if (s < first || s >= first + here || warp >= parts) continue;
 #pragma unroll
         for (int n = 0; n < S::kTokenBlocks; ++n) {
@@ -311,20 +300,14 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
       }
       __syncthreads();
 #pragma unroll 1
-      for (int task = threadIdx.x; task < here * tokens * kSlab; task += blockDim.x) {
-        const int row = task % kSlab, token_slab = task / kSlab, s = plan.per_token.divide(token_slab);
-        const int token = token_slab - s * tokens, slab = base + first + s;
-        // As fragments have it, see mma_m16n8k16.
-        const int in_fragment = (row % 8 * 4 + token % 8 / 2) * 4 + row / 8 * 2 + token % 2;
-        const float* const from =
-            exchange + s * plan.warps * S::kSumFloats + token / 8 * (kWarp * 4) + in_fragment;
-        float sum = from[0];
-#pragma unroll 8
-        for (int i = 1; i < parts; ++i) sum += from[i * S::kSumFloats];
+      for (int task = warp; task < here * S::kHalves; task += plan.warps) {
+        const int s = task / S::kHalves, half = task % S::kHalves, slab = base + first + s;
+        const auto sum =
+            sum_of_parts<2>(exchange + s * plan.warps * S::kSumFloats + half_of(half), S::kSumFloats, parts);
         if (plan.splits == 1) {
-          write_output<T>(a, sum, slab * kSlab + row, token);
+          write_half<T>(a, plan.paired, sum, slab * kSlab + half % 2 * 8, half / 2 * 8, lane);
         } else {
-          slots[slot_of(split, slab, token) + row] = sum;
+          store_vector(slot_of(split, slab) + half_of(half), sum);
         }
       }
     }
@@ -343,14 +326,11 @@ __global__ void __launch_bounds__(kNarrowWarps* kWarp, 1)
   if (!came_last) return;
   __threadfence();
 #pragma unroll 1
-  for (int task = threadIdx.x; task < (last_slab - first_slab) * tokens * kSlab; task += blockDim.x) {
-    const int row = task % kSlab, token_slab = task / kSlab, s = plan.per_token.divide(token_slab);
-    const int token = token_slab - s * tokens, slab = first_slab + s;
-    const float* const from = slots + slot_of(0, slab, token) + row;
-    const int64_t next = int64_t(most_slabs) * tokens * kSlab;
-    float sum = from[0];
-    for (int i = 1; i < plan.splits; ++i) sum += from[i * next];
-    write_output<T>(a, sum, slab * kSlab + row, token);
+  for (int task = warp; task < (last_slab - first_slab) * S::kHalves; task += plan.warps) {
+    const int slab = first_slab + task / S::kHalves, half = task % S::kHalves;
+    const auto sum =
+        sum_of_parts<2>(slot_of(0, slab) + half_of(half), int64_t(most_slabs) * S::kSumFloats, plan.splits);
+    write_half<T>(a, plan.paired, sum, slab * kSlab + half % 2 * 8, half / 2 * 8, lane);
   }
 }
 
@@ -365,8 +345,9 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
   struct Choice {
     int warps, pairs;
   };
+  // With more under way each warp's stream is longer, and the whole is slower.
   constexpr Choice kChoices[] = {{16, 2}, {8, 2}};
-  constexpr int64_t kMostInputBytes = 72 * 1024;  // of a block's x: all blocks read it at once
+  constexpr int64_t kMostInputBytes = 72 * 1024;  // of a block's x, which all blocks read at once
   // Few outputs leave processors for splits of the inputs, of a panel for each of eight warps at least.
   const int64_t useful = std::clamp<int64_t>(processors / slabs, 1, std::max<int64_t>(1, panels / 8));
   for (int64_t splits = useful; splits <= std::min(panels, processors); ++splits) {
@@ -375,7 +356,7 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
     for (const Choice choice : kChoices) {
       if (choice.warps == 8 && room > 128 * 1024) continue;
       const int64_t ring = int64_t(choice.warps) * choice.pairs * S::kPairBytes;
-      for (const int exchange_slabs : {kSlabsAtOnce, 1}) {
+      for (const int exchange_slabs : {S::kSlabsAtOnce, 1}) {
         const int64_t bytes =
             int64_t(exchange_slabs) * choice.warps * S::kSumFloats * 4 + ring + a.m * row_bytes;
         if (bytes > room) continue;
@@ -385,14 +366,14 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
                 .panels = Cutting(panels, splits),
                 .per_split = Reciprocal(splits),
                 .per_group = Reciprocal(a.groups == 1 ? panels + 1 : a.group_size / kPanel),
-                .per_token = Reciprocal(a.m),
                 .splits = int(splits),
                 .warps = choice.warps,
                 .pairs = choice.pairs,
                 .exchange_slabs = exchange_slabs,
                 .x_row_bytes = int(row_bytes),
                 .input_tiles = int(tiles(a.k)),
-                .blocks = int(ranges * splits)};
+                .blocks = int(ranges * splits),
+                .paired = access_bytes({address(a.out), a.n * 2, a.out_stride * 2}) >= 4};
       }
     }
   }
@@ -400,8 +381,7 @@ NarrowPlan narrow_plan(const MarlinGemmArgs& a, int& shared_bytes) {
   return {.slabs = Cutting(0, 1),
           .panels = Cutting(0, 1),
           .per_split = Reciprocal(1),
-          .per_group = Reciprocal(1),
-          .per_token = Reciprocal(1)};
+          .per_group = Reciprocal(1)};
 }
 
 inline bool narrow_fits(const MarlinGemmArgs& a) {
@@ -414,7 +394,7 @@ int64_t narrow_workspace(const MarlinGemmArgs& a) {
   int shared_bytes;
   const NarrowPlan plan = narrow_plan<S>(a, shared_bytes);
   if (shared_bytes == 0 || plan.splits == 1) return kMarlinCounters;
-  return kMarlinCounters + int64_t(plan.blocks) * (plan.slabs.each + 1) * a.m * kSlab;
+  return kMarlinCounters + int64_t(plan.blocks) * (plan.slabs.each + 1) * S::kSumFloats;
 }
 
 template <class S>
