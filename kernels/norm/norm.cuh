@@ -79,8 +79,8 @@ template <int Threads>
 constexpr int kRowsPerBlock = Threads <= kWarp ? 128 / Threads : 1;
 
 // Rows of at most Threads * Items vectors. EarlyWeight: the weight is loaded with the row, which takes more
-// registers and waits once instead of twice.
-template <class T, int N, int Threads, int Items, bool Add, bool EarlyWeight>
+// registers and waits once instead of twice. KeepInput: the caches give up the rows last.
+template <class T, int N, int Threads, int Items, bool Add, bool EarlyWeight, bool KeepInput>
 __global__ void __launch_bounds__(Threads* kRowsPerBlock<Threads>)
     norm_kernel(const NormArgs a, int64_t first_row, int64_t rows) {
   const int vectors = int(a.width / N);
@@ -94,7 +94,11 @@ __global__ void __launch_bounds__(Threads* kRowsPerBlock<Threads>)
   for (int k = 0; k < Items; ++k) {
     const int i = threadIdx.x + k * Threads;
     if (!active || i >= vectors) continue;
-    v[k] = Packed<T, N>::load(x + i * N);
+    if constexpr (KeepInput) {
+      v[k].words = load_vector_kept(reinterpret_cast<const uint32_t*>(x + i * N));
+    } else {
+      v[k] = Packed<T, N>::load(x + i * N);
+    }
     if constexpr (Add) old[k] = Packed<T, N>::load(residual + i * N);
   }
   if constexpr (EarlyWeight) {
@@ -167,12 +171,12 @@ __global__ void __launch_bounds__(Threads) wide_norm_kernel(const NormArgs a) {
   }
 }
 
-template <class T, int N, int Threads, int Items, bool Add, bool EarlyWeight = true>
+template <class T, int N, int Threads, int Items, bool Add, bool EarlyWeight = true, bool KeepInput = false>
 void launch_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
   constexpr int kRows = kRowsPerBlock<Threads>;
   for (int64_t first = 0; first < rows; first += kMaxBlocks * kRows) {
     const int64_t blocks = std::min(kMaxBlocks, ceil_div<int64_t>(rows - first, kRows));
-    norm_kernel<T, N, Threads, Items, Add, EarlyWeight>
+    norm_kernel<T, N, Threads, Items, Add, EarlyWeight, KeepInput>
         <<<unsigned(blocks), dim3(Threads, kRows), 0, stream>>>(a, first, rows);
   }
 }
@@ -191,6 +195,13 @@ void run_rows(const NormArgs& a, int64_t rows, cudaStream_t stream) {
     if (vectors <= 128) return launch_rows<T, N, 64, 2, Add>(a, rows, stream);
     if (vectors <= 256) return launch_rows<T, N, 128, 2, Add>(a, rows, stream);
     if (vectors <= 512) return launch_rows<T, N, 256, 2, Add>(a, rows, stream);
+    if constexpr (!Add) {
+      // Rows that no cache holds all of are done soonest when their lines do not make way for one another.
+      constexpr int64_t kMoreThanCached = 128 << 20;
+      if (vectors > 512 && vectors <= 1024 && rows * a.width * int64_t(sizeof(T)) > kMoreThanCached) {
+        return launch_rows<T, N, 128, 8, Add, true, true>(a, rows, stream);
+      }
+    }
     if (vectors <= 1024) return launch_rows<T, N, 256, 4, Add>(a, rows, stream);
     if (vectors <= 2048) return launch_rows<T, N, 512, 4, Add>(a, rows, stream);
     if (vectors <= 4096) return launch_rows<T, N, 512, 8, Add, false>(a, rows, stream);

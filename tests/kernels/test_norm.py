@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import DTYPES, assert_rounded, field_cases, with_row_stride
+from kernel_checks import DTYPES, assert_rounded, field_cases, on_gpu, with_row_stride
 from pelton import ops
 
 EPS = 1e-6
@@ -37,6 +37,16 @@ def test_every_shape(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape), torch.randn(shape[-1])
     assert_rounded(ops.rms_norm(x, weight, EPS), reference(x, weight), rtol=2e-6)
+
+
+@on_gpu
+@pytest.mark.parametrize("width", [4104, 8192])
+def test_more_rows_than_a_cache_holds(width: int) -> None:
+    torch.manual_seed(width)
+    x, weight = torch.randn(2**27 // (2 * width) + 1, width).bfloat16(), torch.randn(width).bfloat16()
+    got = ops.rms_norm(x, weight, EPS)
+    for rows in (slice(0, 99), slice(-99, None)):
+        assert_rounded(got[rows], reference(x[rows], weight), rtol=2e-6)
 
 
 def test_width_zero_does_nothing() -> None:
