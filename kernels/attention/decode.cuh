@@ -17,7 +17,7 @@
 namespace pelton::gpu::decode {
 
 constexpr int kExchangeRows = 4;  // that warps put together at once
-constexpr int kMinTiles = 4;  // of a block: with fewer, putting parts together costs more than it brings
+constexpr int kMinTiles = 4;      // of a block: with fewer, putting parts together costs more than it brings
 
 // D: room for the head; when Exact, head_size is D. A tile is 16 PositionBlocks positions.
 template <class T_, int D_, bool Exact_, int RowBlocks_, int PositionBlocks_, int Warps_>
