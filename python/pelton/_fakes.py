@@ -136,6 +136,69 @@ def _marlin_gemm(
     )
 
 
+def _gptq_gemm(
+    out: Tensor,
+    x: Tensor,
+    qweight: Tensor,
+    qzeros: Tensor | None,
+    scales: Tensor,
+    g_idx: Tensor | None,
+    order: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> None:
+    torch._check(
+        out.shape == (*x.shape[:-1], qweight.shape[1]),
+        lambda: "gptq_gemm: out must be [..., out_features of qweight] with the leading dimensions of x",
+    )
+
+
+def _gptq_dequantize(
+    out: Tensor,
+    qweight: Tensor,
+    qzeros: Tensor | None,
+    scales: Tensor,
+    g_idx: Tensor | None,
+    order: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> None:
+    torch._check(
+        out.dim() == 2 and out.shape[1] == qweight.shape[1],
+        lambda: "gptq_dequantize: out must be [in_features, out_features]",
+    )
+
+
+def _gptq_shuffle(out: Tensor, qweight: Tensor, order: Tensor, bits: int) -> None:
+    torch._check(
+        out.dim() == 2 and out.shape[1] == qweight.shape[1],
+        lambda: "gptq_shuffle: out must have the outputs of qweight",
+    )
+
+
+def _awq_gemm(
+    out: Tensor,
+    x: Tensor,
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+) -> None:
+    torch._check(
+        out.shape == (*x.shape[:-1], scales.shape[1]),
+        lambda: "awq_gemm: out must be [..., out_features of scales] with the leading dimensions of x",
+    )
+
+
+def _awq_dequantize(out: Tensor, qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -> None:
+    torch._check(
+        out.shape == (qweight.shape[0], scales.shape[1]),
+        lambda: "awq_dequantize: out must be [in_features, out_features]",
+    )
+
+
 def _paged_attention(
     out: Tensor,
     query: Tensor,
@@ -189,6 +252,11 @@ _FAKES = {
     "quant_linear": _quant_linear,
     "marlin_repack": _marlin_repack,
     "marlin_gemm": _marlin_gemm,
+    "gptq_gemm": _gptq_gemm,
+    "gptq_dequantize": _gptq_dequantize,
+    "gptq_shuffle": _gptq_shuffle,
+    "awq_gemm": _awq_gemm,
+    "awq_dequantize": _awq_dequantize,
     "paged_attention": _paged_attention,
     "sample": _sample,
     "greedy_sample": _greedy_sample,

@@ -24,11 +24,16 @@ from . import ops_reference as reference
 
 __all__ = [
     "SAMPLE_MAX_VOCAB",
+    "awq_dequantize",
+    "awq_gemm",
     "backend",
     "copy_blocks",
     "embedding",
     "fused_add_rms_norm",
     "gelu_and_mul",
+    "gptq_dequantize",
+    "gptq_gemm",
+    "gptq_shuffle",
     "greedy_sample",
     "linear",
     "linear_panel_width",
@@ -346,6 +351,111 @@ def marlin_gemm(
         size = marlin_workspace_size(num_tokens, out_features, x.shape[-1])
         workspace = x.new_zeros(size, dtype=torch.float32)
     _ops.marlin_gemm.default(out, x, weight, scales, zeros, perm, bias, workspace, bits, group_size)
+    return out
+
+
+def gptq_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ W + bias`` with weights in GPTQ's layout, ``W[k, n] = (q[k, n] - zero[g, n]) * scale[g, n]``.
+
+    ``x`` [..., in_features], float16 or bfloat16, rows of any one stride; gives [..., out_features]. ``qweight`` int32
+    [rows / (32 / bits), out_features], ``bits`` 4 or 8, consecutive rows in a word, low bits first; ``scales`` [groups,
+    out_features], float16 or bfloat16; ``qzeros`` int32 [groups, out_features / (32 / bits)], the zero points themselves
+    (as in checkpoint_format gptq_v2), None: ``2 ** (bits - 1)``. The group g of row k is ``k // group_size`` (-1: there
+    is one group), or ``g_idx[k]`` (int32 [rows]; a row whose group does not exist counts as zeros). ``order`` int32
+    [rows]: row k belongs to input ``order[k]`` of ``x``, to none when there is no such input; None: to input k.
+    Products of a group are summed in float32 before they are scaled; groups of multiples of 32 rows without ``g_idx``
+    are the fast case. Results do not depend on timing. Only in builds for GPUs with the feature gptq.
+    Source: Frantar et al., "GPTQ", 2022.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], qweight.shape[1]))
+    _ops.gptq_gemm.default(out, x, qweight, qzeros, scales, g_idx, order, bias, bits, group_size)
+    return out
+
+
+def gptq_dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    order: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The matrix W [in_features, out_features] of :func:`gptq_gemm`, computed in float32 and rounded to ``dtype``.
+
+    With ``order`` row k of the weights is row ``order[k]`` of W; give ``out``, if it does not name each row once.
+    """
+    if out is None:
+        rows = qweight.shape[0] * (32 // bits)
+        out = torch.empty((rows, qweight.shape[1]), dtype=dtype, device=qweight.device)
+    _ops.gptq_dequantize.default(out, qweight, qzeros, scales, g_idx, order, bits, group_size)
+    return out
+
+
+def gptq_shuffle(qweight: Tensor, order: Tensor, *, bits: int, out: Tensor | None = None) -> Tensor:
+    """GPTQ weights with row ``order[k]`` (int32 [rows]) of ``qweight`` as row k, zeros where there is no such row.
+
+    With rows sorted by group, :func:`gptq_gemm` needs no ``g_idx``; it takes the same ``order``.
+    """
+    if out is None:
+        out = qweight.new_empty((order.shape[0] // (32 // bits), qweight.shape[1]))
+    _ops.gptq_shuffle.default(out, qweight, order, bits)
+    return out
+
+
+def awq_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    *,
+    group_size: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``x @ W + bias`` with 4-bit weights in AWQ's layout, ``W[k, n] = (q[k, n] - zero[g, n]) * scale[g, n]``.
+
+    ``x`` [..., in_features], float16 or bfloat16, rows of any one stride; gives [..., out_features]. ``qweight`` int32
+    [in_features, out_features / 8], nibble i of a word is output (0, 2, 4, 6, 1, 3, 5, 7)[i]; ``qzeros`` int32
+    [groups, out_features / 8] in the same order; ``scales`` [groups, out_features], float16 or bfloat16; g = k //
+    group_size (-1: there is one group). Sums as in :func:`gptq_gemm`. Only in builds for GPUs with the feature awq.
+    Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2023.
+    """
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], scales.shape[1]))
+    _ops.awq_gemm.default(out, x, qweight, qzeros, scales, bias, group_size)
+    return out
+
+
+def awq_dequantize(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    *,
+    group_size: int,
+    dtype: torch.dtype = torch.float16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The matrix W [in_features, out_features] of :func:`awq_gemm`, computed in float32 and rounded to ``dtype``."""
+    if out is None:
+        out = torch.empty((qweight.shape[0], scales.shape[1]), dtype=dtype, device=qweight.device)
+    _ops.awq_dequantize.default(out, qweight, qzeros, scales, group_size)
     return out
 
 

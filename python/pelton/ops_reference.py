@@ -15,10 +15,15 @@ from torch import Tensor
 from .sampling import GREEDY_BELOW, uniform
 
 __all__ = [
+    "awq_dequantize",
+    "awq_gemm",
     "copy_blocks",
     "embedding",
     "fused_add_rms_norm",
     "gelu_and_mul",
+    "gptq_dequantize",
+    "gptq_gemm",
+    "gptq_shuffle",
     "greedy_sample",
     "linear",
     "marlin_gemm",
@@ -257,6 +262,113 @@ def quant_linear(
     if bias is not None:
         result = result + bias.to(wide.dtype)
     return _deliver(result, x, out)
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """The fields of int32 ``words`` along a new last dimension, low ones first; int64."""
+    shifts = torch.arange(0, 32, bits, device=words.device)
+    return words.long().unsqueeze(-1) >> shifts & ((1 << bits) - 1)
+
+
+def gptq_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    wide = _wide(x)
+    weight = wide.new_zeros(x.shape[-1], qweight.shape[1])
+    gptq_dequantize(
+        qweight,
+        scales,
+        bits=bits,
+        group_size=group_size,
+        qzeros=qzeros,
+        g_idx=g_idx,
+        order=order,
+        out=weight,
+    )
+    result = wide @ weight
+    return _deliver(result if bias is None else result + bias.to(wide.dtype), x, out)
+
+
+def gptq_dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    qzeros: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    order: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+    out: Tensor | None = None,
+) -> Tensor:
+    q = _fields(qweight, bits).transpose(1, 2).flatten(0, 1)
+    rows = torch.arange(q.shape[0], device=q.device)
+    groups = (
+        rows // (max(1, q.shape[0]) if group_size == -1 else group_size) if g_idx is None else g_idx.long()
+    )
+    known = (groups >= 0) & (groups < scales.shape[0])
+    groups = torch.where(known, groups, 0)
+    zeros = 1 << (bits - 1) if qzeros is None else _fields(qzeros, bits).flatten(1)[groups]
+    weight = (q - zeros).to(torch.float64) * scales.double()[groups] * known.unsqueeze(1)
+    if out is None:
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    inputs = rows if order is None else order.long()
+    named = (inputs >= 0) & (inputs < out.shape[0])
+    out[inputs[named]] = weight[named].to(out.dtype)
+    return out
+
+
+def gptq_shuffle(qweight: Tensor, order: Tensor, *, bits: int, out: Tensor | None = None) -> Tensor:
+    q = _fields(qweight, bits).transpose(1, 2).flatten(0, 1)
+    named = (order >= 0) & (order < q.shape[0])
+    rows = q[torch.where(named, order.long(), 0)] * named.unsqueeze(1)
+    shifts = torch.arange(0, 32, bits, device=q.device).view(-1, 1)
+    words = (rows.unflatten(0, (-1, 32 // bits)) << shifts).sum(1)
+    result = torch.where(words < 2**31, words, words - 2**32).int()
+    return result if out is None else out.copy_(result)
+
+
+def awq_gemm(
+    x: Tensor,
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    *,
+    group_size: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    wide = _wide(x)
+    weight = awq_dequantize(qweight, qzeros, scales, group_size=group_size, dtype=wide.dtype)
+    result = wide @ weight
+    return _deliver(result if bias is None else result + bias.to(wide.dtype), x, out)
+
+
+def awq_dequantize(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    *,
+    group_size: int,
+    dtype: torch.dtype = torch.float16,
+    out: Tensor | None = None,
+) -> Tensor:
+    field = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], device=qweight.device)  # of each output
+    q, zeros = (_fields(words, 4)[..., field].flatten(1) for words in (qweight, qzeros))
+    rows = torch.arange(q.shape[0], device=q.device)
+    groups = rows // (max(1, q.shape[0]) if group_size == -1 else group_size)
+    weight = (q - zeros[groups]).double() * scales.double()[groups]
+    return weight.to(dtype) if out is None else out.copy_(weight)
 
 
 def paged_attention(

@@ -13,6 +13,7 @@ import torch
 from model_driver import DEVICE, ON_GPU
 from pelton.quant.canonical import QuantizedWeight, Scheme
 from pelton.quant.methods import (
+    DEQUANTIZED_FROM,
     FORMAT_FEATURES,
     METHODS,
     Choice,
@@ -234,6 +235,59 @@ def test_marlin_keeps_workspaces_that_graphs_may_hold(monkeypatch: pytest.Monkey
     (own,) = MarlinLinear.workspaces.values()
     assert len(own) == 2
     assert own[0].numel() < own[1].numel()
+
+
+PLAIN_LAYERS = [
+    # method, N, K, bits, group size, order
+    ("gptq", 40, 96, 4, 32, "none"),
+    ("gptq", 24, 100, 4, -1, "none"),  # no whole words of inputs
+    ("gptq", 20, 72, 8, 64, "none"),  # no whole vectors of outputs, a short last group
+    ("gptq", 24, 70, 4, 16, "none"),  # groups of less than a step
+    ("gptq", 24, 64, 4, 1024, "none"),
+    ("gptq", 24, 128, 4, 32, "equal"),
+    ("gptq", 24, 100, 8, 16, "any"),
+    ("gptq", 1, 1, 4, -1, "none"),
+    ("awq", 40, 96, 4, 32, "none"),
+    ("awq", 24, 48, 4, 16, "none"),
+    ("awq", 24, 100, 4, -1, "none"),
+]
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "n", "k", "bits", "group_size", "order"), PLAIN_LAYERS)
+def test_plain_gpu_layouts(
+    name: str, n: int, k: int, bits: int, group_size: int, order: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    """By the kernels, and from DEQUANTIZED_FROM tokens on by torch, with weights rounded to the dtype."""
+    if not hasattr(torch.ops.pelton, f"{name}_gemm"):
+        pytest.skip(f"for a library of GPU kernels with the feature {name}")
+    written = quantized(n, k, bits=bits, group_size=group_size, order=order, symmetric=symmetric, dtype=dtype)
+    zeros = None if symmetric else torch.from_numpy(written.zeros.astype(np.uint8)).to(DEVICE)
+    g_idx = None if order == "none" else torch.from_numpy(written.g_idx.astype(np.int32)).to(DEVICE)
+    q = torch.from_numpy(written.q.astype(np.uint8)).to(DEVICE)
+    size = k if group_size == -1 else group_size
+    weight = QuantizedWeight(q, written.scales.to(DEVICE), zeros, g_idx, bits, size)
+    method = METHODS[name].pack(weight, dtype, DEVICE)
+    kept = [value for value in vars(method).values() if isinstance(value, torch.Tensor)]
+    most = METHODS[name].num_bytes(n, k, weight.scales.shape[0], bits, dtype.itemsize)
+    assert sum(t.numel() * t.element_size() for t in kept) <= most
+    expected_weight = written.dequantized()
+    for tokens in (1, 5, DEQUANTIZED_FROM):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(tokens, k, generator=generator).to(dtype)
+        bias = torch.randn(n, generator=generator).to(dtype)
+        for b in (None, bias):
+            wide = torch.full((tokens, 2 * n), 7.0, dtype=dtype, device=DEVICE)
+            method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
+            expected = x.double() @ expected_weight.t() + (0 if b is None else b.double())
+            eps = torch.finfo(dtype).eps
+            by_torch = eps if tokens >= DEQUANTIZED_FROM else 2.0**-20
+            bound = eps / 2 * 1.01 * expected.abs() + by_torch * (
+                x.double().abs() @ expected_weight.abs().t() + 1
+            )
+            assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
+            assert (wide[:, :n] == 7).all()
 
 
 PROFILES = sorted((Path(__file__).parents[2] / "build_profiles").glob("*.toml"))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import ops
 from ..pages import own_pages
-from .canonical import QuantizedWeight, Scheme
+from .canonical import QuantizedWeight, Scheme, pack_words
 
 __all__ = [
     "FORMAT_FEATURES",
@@ -42,6 +42,7 @@ FORMAT_FEATURES: Mapping[str, tuple[str, ...]] = {
     "compressed-tensors": ("marlin", "gptq", "awq"),
 }
 _HALVES = ("float16", "bfloat16")
+_PACKED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -285,5 +286,141 @@ class MarlinLinear:
         )
 
 
+#: Tokens from which the plain GPU methods write the weights out as numbers, for torch's product.
+DEQUANTIZED_FROM = 65
+
+
+class GptqLinear:
+    """4-bit and 8-bit weights of any format in GPTQ's layout, and any mapping of inputs to groups, on GPUs.
+
+    Inputs that do not lie group by group, in whole steps of the kernel, are put there when the weights are packed.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self.bits, self.out_features, self.in_features = weight.bits, weight.out_features, weight.in_features
+        self.order, self.group_size, rows = _in_blocks(weight)
+        scales, zeros = weight.scales.to(dtype), weight.zeros
+        if rows is not None:
+            scales, zeros = scales[rows], None if zeros is None else zeros[rows]
+        fields = 32 // self.bits
+        if self.order is None and self.in_features % fields:
+            inputs = torch.arange(self.in_features, dtype=torch.int32, device=weight.q.device)
+            self.order = F.pad(inputs, (0, -self.in_features % fields), value=-1)
+        # Outputs in whole words of zero points, and whole vectors.
+        padding = -self.out_features % 8
+        q = weight.q if padding == 0 else F.pad(weight.q, (0, 0, 0, padding))
+        self.weight = torch.empty(
+            (-(-self._rows() // fields), q.shape[0]), dtype=torch.int32, device=weight.q.device
+        )
+        # Some outputs at a time, because rearranged weights take four to eight times their memory.
+        for first in range(0, q.shape[0], _PACKED_ROWS):
+            some = q[first : first + _PACKED_ROWS]
+            if self.order is not None:
+                some = some.index_select(1, self.order.clamp(min=0))
+            self.weight[:, first : first + _PACKED_ROWS] = pack_words(some, self.bits).t()
+        self.scales = F.pad(scales, (0, padding)).contiguous()
+        self.zeros = None if zeros is None else pack_words(F.pad(zeros, (0, padding)), self.bits)
+
+    def _rows(self) -> int:
+        return self.in_features if self.order is None else self.order.shape[0]
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> GptqLinear:
+        return cls(weight, dtype)
+
+    @staticmethod
+    def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
+        rows, columns = in_features + 32 * groups, -(-out_features // 8) * 8
+        groups += -(-in_features // 32) if groups > 1 else 0
+        return columns * (rows * bits // 8 + groups * (itemsize + bits // 8 + 1)) + 4 * rows
+
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        if x.shape[0] >= DEQUANTIZED_FROM:
+            weight = x.new_empty(self.in_features, self.weight.shape[1])
+            ops.gptq_dequantize(
+                self.weight,
+                self.scales,
+                bits=self.bits,
+                group_size=self.group_size,
+                qzeros=self.zeros,
+                order=self.order,
+                out=weight,
+            )
+            return _multiply(x, weight[:, : self.out_features], bias, out)
+        padding = self.weight.shape[1] - self.out_features
+        result = out
+        if padding:
+            result = x.new_empty(x.shape[0], self.weight.shape[1])
+            bias = None if bias is None else F.pad(bias, (0, padding))
+        ops.gptq_gemm(
+            x,
+            self.weight,
+            self.scales,
+            bits=self.bits,
+            group_size=self.group_size,
+            qzeros=self.zeros,
+            order=self.order,
+            bias=bias,
+            out=result,
+        )
+        return out.copy_(result[:, : self.out_features]) if padding else out
+
+
+class AwqLinear:
+    """4-bit weights in AWQ's layout on GPUs: outputs in eights, whole groups of consecutive inputs."""
+
+    #: The output in each nibble of a word, low ones first.
+    nibbles = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self.group_size = -1 if weight.group_size >= weight.in_features else weight.group_size
+        self.weight = torch.empty(
+            (weight.in_features, weight.out_features // 8), dtype=torch.int32, device=weight.q.device
+        )
+        for first in range(0, weight.in_features, _PACKED_ROWS):
+            some = weight.q[:, first : first + _PACKED_ROWS].t()
+            self.weight[first : first + _PACKED_ROWS] = self._words(some)
+        self.scales = weight.scales.to(dtype).contiguous()
+        zeros = weight.zeros
+        if zeros is None:
+            zeros = torch.full(self.scales.shape, 8, dtype=torch.uint8, device=weight.q.device)
+        self.zeros = self._words(zeros)
+
+    @classmethod
+    def _words(cls, fields: Tensor) -> Tensor:
+        ordered = fields.unflatten(1, (-1, 8))[..., list(cls.nibbles)]
+        return pack_words(ordered, 4).flatten(1)
+
+    @classmethod
+    def pack(cls, weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> AwqLinear:
+        return cls(weight, dtype)
+
+    @staticmethod
+    def num_bytes(out_features: int, in_features: int, groups: int, bits: int, itemsize: int) -> int:
+        return out_features * in_features // 2 + groups * out_features * (2 * itemsize + 1) // 2
+
+    def apply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        if x.shape[0] >= DEQUANTIZED_FROM:
+            weight = ops.awq_dequantize(
+                self.weight, self.zeros, self.scales, group_size=self.group_size, dtype=x.dtype
+            )
+            return _multiply(x, weight, bias, out)
+        return ops.awq_gemm(
+            x, self.weight, self.zeros, self.scales, group_size=self.group_size, bias=bias, out=out
+        )
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``x @ weight + bias`` by torch; `weight` [K, N]."""
+    torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
+    return out
+
+
 #: The methods that `choose` names.
-METHODS: dict[str, type[Method]] = {"cpu": CpuLinear, "cpu-int8": CpuInt8Linear, "marlin": MarlinLinear}
+METHODS: dict[str, type[Method]] = {
+    "cpu": CpuLinear,
+    "cpu-int8": CpuInt8Linear,
+    "marlin": MarlinLinear,
+    "gptq": GptqLinear,
+    "awq": AwqLinear,
+}
