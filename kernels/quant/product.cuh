@@ -88,6 +88,7 @@ template <int Bits>
 struct Gptq {
   static constexpr int kBits = Bits, kColumns = 4;  // outputs that a lane has
   static constexpr int kFields = 32 / Bits;         // of a word
+  static constexpr int kWordRows = kFields, kWordColumns = 1;
   static constexpr uint32_t kMask = Bits == 4 ? 15 : 255;
 
   static __device__ constexpr int field(int column) { return column; }  // see Awq
@@ -157,7 +158,8 @@ struct Gptq {
 
 // AWQ: a word holds 8 outputs of an input, field i is output (0, 2, 4, 6, 1, 3, 5, 7)[i].
 struct Awq {
-  static constexpr int kBits = 4, kColumns = 8;
+  static constexpr int kBits = 4, kColumns = 8, kWordRows = 1, kWordColumns = 8;
+  static constexpr uint32_t kMask = 15;
 
   // The field of an output. A lane's outputs are counted by fields everywhere but where they meet the rest.
   static __device__ constexpr int field(int column) { return column / 2 + column % 2 * 4; }
@@ -556,15 +558,54 @@ __global__ void __launch_bounds__(kPlainColumns* kPlainSlices)
                          int64_t(blockIdx.x) % token_blocks * kPlainTokens);
 }
 
-// A thread an element.
+// A thread has a word: consecutive inputs of an output in GPTQ's layout, consecutive outputs of an input in
+// AWQ's.
 template <class Format, class T>
 __global__ void __launch_bounds__(256) dequantize_kernel(const DequantizeArgs a) {
-  const int64_t column = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  constexpr int kRows = Format::kWordRows, kColumns = Format::kWordColumns;
+  const int64_t column = (int64_t(blockIdx.x) * 256 + threadIdx.x) * kColumns;
   if (column >= a.columns) return;
-  for (int64_t row = blockIdx.y; row < a.rows; row += gridDim.y) {
-    const int64_t input = a.order == nullptr ? row : a.order[row];
-    if (input < 0 || input >= a.inputs) continue;
-    static_cast<T*>(a.out)[input * a.columns + column] = from_float<T>(weight_value<Format>(a, row, column));
+  const bool one_group = a.g_idx == nullptr && (a.group_size % kRows == 0 || a.group_size >= a.rows);
+  const bool vectors = reinterpret_cast<uintptr_t>(a.out) % (sizeof(T) * kColumns) == 0;
+  for (int64_t first = int64_t(blockIdx.y) * kRows; first < a.rows; first += int64_t(gridDim.y) * kRows) {
+    uint32_t word = uint32_t(a.weight[first / kRows * (a.columns / kColumns) + column / kColumns]);
+    int64_t group = group_at(a, first);
+    bool known = group >= 0 && group < a.groups;
+    float zeros[kColumns], scales[kColumns];
+    const auto begin_group = [&] {
+      known = group >= 0 && group < a.groups;
+      const int64_t from = known ? group : 0;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        zeros[c] = float(Format::zero_at(a, from, column + c));
+        scales[c] =
+            scale_value(static_cast<const uint16_t*>(a.scales)[from * a.columns + column + c], a.bf16_scales);
+      }
+    };
+    begin_group();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = first + r;
+      if (!one_group && r > 0) {
+        group = group_at(a, row);
+        begin_group();
+      }
+      Vector<T, kColumns> values;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const uint32_t q = word >> (Format::kBits * (kRows > 1 ? r : Format::field(c))) & Format::kMask;
+        values[c] = from_float<T>(known ? (float(q) - zeros[c]) * scales[c] : 0.0f);
+      }
+      const int64_t input = a.order == nullptr ? row : a.order[row];
+      if (input < 0 || input >= a.inputs) continue;
+      T* const out = static_cast<T*>(a.out) + input * a.columns + column;
+      if (vectors) {
+        store_vector(out, values);
+      } else {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) out[c] = values[c];
+      }
+    }
   }
 }
 
@@ -645,7 +686,9 @@ int run_product(const QuantProductArgs& a, void* stream) {
 template <class Format>
 int run_dequantize(const DequantizeArgs& a, void* stream) {
   if (a.rows == 0 || a.columns == 0) return 0;
-  const dim3 grid(grid_size(ceil_div<int64_t>(a.columns, 256)), unsigned(a.rows < 65535 ? a.rows : 65535));
+  const int64_t words = ceil_div<int64_t>(a.columns / Format::kWordColumns, 256);
+  const int64_t rows = a.rows / Format::kWordRows;
+  const dim3 grid(grid_size(words), unsigned(rows < 65535 ? rows : 65535));
   if (a.dtype == DType::f16) {
     dequantize_kernel<Format, f16><<<grid, 256, 0, cudaStream_t(stream)>>>(a);
   } else {

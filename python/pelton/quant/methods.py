@@ -320,6 +320,7 @@ class GptqLinear:
             self.weight[:, first : first + _PACKED_ROWS] = pack_words(some, self.bits).t()
         self.scales = F.pad(scales, (0, padding)).contiguous()
         self.zeros = None if zeros is None else pack_words(F.pad(zeros, (0, padding)), self.bits)
+        self.has_gaps = self.order is not None and bool((self.order < 0).any())
 
     def _rows(self) -> int:
         return self.in_features if self.order is None else self.order.shape[0]
@@ -347,6 +348,12 @@ class GptqLinear:
                 out=weight,
             )
             return _multiply(x, weight[:, : self.out_features], bias, out)
+        if self.order is not None:
+            # A pass of its own: each block of the kernel would gather them again. Gaps get a column of zeros.
+            if self.has_gaps:
+                x = F.pad(x, (1, 0)).index_select(1, self.order + 1)
+            else:
+                x = x.index_select(1, self.order)
         padding = self.weight.shape[1] - self.out_features
         result = out
         if padding:
@@ -359,7 +366,6 @@ class GptqLinear:
             bits=self.bits,
             group_size=self.group_size,
             qzeros=self.zeros,
-            order=self.order,
             bias=bias,
             out=result,
         )
