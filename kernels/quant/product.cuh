@@ -673,6 +673,8 @@ int choose_product(const QuantProductArgs& a, cudaStream_t stream) {
     if (a.tokens > 16) return start_product<ProductShape<MmaRows, Format, T, 4, 256, 2>>(a, stream);
   }
   return start_product<ProductShape<MmaRows, Format, T, 2, 256, kNarrow ? 4 : 2>>(a, stream);
+#else
+  return error;
 #endif
 }
 
