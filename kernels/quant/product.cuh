@@ -252,6 +252,13 @@ struct AmdRows {
 };
 #endif
 
+// Keeps clang for AMD from unpacking the weights of many instructions before the first of them.
+__device__ __forceinline__ void keep_steps_apart() {
+#if defined(__HIP_PLATFORM_AMD__) && !defined(PELTON_EMULATION)
+  __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
 // Calls f(integral constant 0) ... f(Count - 1).
 template <int Count, class F>
 __device__ __forceinline__ void unrolled(F&& f) {
@@ -276,7 +283,8 @@ struct ProductShape {
   using T = T_;
   static constexpr int kTiles = Tiles_;      // of tokens, that a block has
   static constexpr int kThreads = Threads_;  // of a block
-  static constexpr int kDepth = Depth_;      // steps whose weights are on their way
+  // Steps whose weights are on their way. WMMA's lanes have four times the inputs in registers.
+  static constexpr int kDepth = Rows::kInputs > 8 ? 1 : Depth_;
   static constexpr int kWaves = kThreads / Rows::kWave;
   static constexpr int kBlockColumns = Rows::kGroups * Format::kColumns;
   static constexpr int kBlockTokens = Rows::kTokens * kTiles;
@@ -330,19 +338,30 @@ struct ProductGroup {
   using R = typename S::Rows;
   using F = typename S::Format;
 
-  Vector<uint16_t, F::kColumns> scales[R::kOutRows];
+  using Scales = Vector<uint16_t, F::kColumns>;
+  // Scales that would take too many registers until the end of the group are read there.
+  static constexpr bool kLateScales = R::kOutRows * F::kColumns > 16;
+  static constexpr int kScales = kLateScales ? 1 : R::kOutRows;
+
+  Scales scales[kScales];
   uint32_t zeros;
+
+  static __device__ __forceinline__ Scales scales_of(const QuantProductArgs& a, int64_t group,
+                                                     int64_t column) {
+    group = group < a.groups ? group : a.groups - 1;
+    return column < a.columns ? load_vector<uint16_t, F::kColumns>(static_cast<const uint16_t*>(a.scales) +
+                                                                   group * a.columns + column)
+                              : Scales{};
+  }
 
   __device__ __forceinline__ void load(const QuantProductArgs& a, int64_t group, int64_t block_column) {
     const int lane = threadIdx.x % R::kWave;
     group = group < a.groups ? group : a.groups - 1;
+    if constexpr (!kLateScales) {
 #pragma unroll
-    for (int o = 0; o < R::kOutRows; ++o) {
-      const int64_t column = block_column + R::out_row(lane, o) * F::kColumns;
-      scales[o] = column < a.columns
-                      ? load_vector<uint16_t, F::kColumns>(static_cast<const uint16_t*>(a.scales) +
-                                                           group * a.columns + column)
-                      : Vector<uint16_t, F::kColumns>{};
+      for (int o = 0; o < kScales; ++o) {
+        scales[o] = scales_of(a, group, block_column + R::out_row(lane, o) * F::kColumns);
+      }
     }
     const int64_t column = block_column + R::own(lane) * F::kColumns;
     zeros = a.zeros != nullptr && column < a.columns ? F::zeros(a, group, column) : 0;
@@ -388,10 +407,16 @@ __device__ __forceinline__ void product_block(const QuantProductArgs& a) {
   const auto end_group = [&] {
 #pragma unroll
     for (int o = 0; o < R::kOutputs; ++o) {
+      typename ProductGroup<S>::Scales scales;
+      if constexpr (ProductGroup<S>::kLateScales) {
+        scales = ProductGroup<S>::scales_of(a, group, block_column + R::out_row(lane, o) * F::kColumns);
+      } else {
+        scales = current.scales[R::kOutRows == 1 ? 0 : o];
+      }
       unrolled<F::kColumns>([&](auto c) {
         constexpr int kColumn = decltype(c)::value;
         // Scales stand in the order of outputs, sums in that of fields.
-        const float scale = scale_value(current.scales[R::kOutRows == 1 ? 0 : o][kColumn], a.bf16_scales);
+        const float scale = scale_value(scales[kColumn], a.bf16_scales);
         constexpr int kField = F::field(kColumn);
 #pragma unroll
         for (int t = 0; t < S::kTiles; ++t) {
@@ -445,6 +470,7 @@ __device__ __forceinline__ void product_block(const QuantProductArgs& a) {
             for (int i = 0; i < R::kPairs; ++i) b[i] = x[t][half * R::kPairs + i];
             R::template multiply<T>(part[t][kTile], w, b);
           }
+          keep_steps_apart();
         });
       }
       if (step + S::kDepth < end) own.load(a, step + S::kDepth, column, token, vectors);
