@@ -335,11 +335,15 @@ class Workshop:
                 package, version = item.plan.package, item.plan.wheel_version
                 options = ("--only-binary", package, "--extra-index-url", f"{url}/{item.place}/")
                 install = ("pip", "install", "-q", *options, f"{package}=={version}")
+                # What is installed may satisfy the version, too: 1.0+rocm.gfx90a is a 1.0.
+                remove = ("pip", "uninstall", "-q", "--yes", package)
+                session.run(str(python), "-m", *remove, env=CLEAN, external=True)
                 session.run(str(python), "-m", *install, env=loopback(), external=True)
                 session.run(str(python), "-m", "pip", "check", env=CLEAN, external=True)
                 with session.chdir(environment):  # so that nothing but the installed wheel can be imported
+                    program = ("-c", TRY_WHEEL, version)
                     told = session.run(
-                        str(python), "-c", TRY_WHEEL, env=CLEAN, external=True, silent=True, log=False
+                        str(python), *program, env=CLEAN, external=True, silent=True, log=False
                     )
                 tried.append(str(told).strip().splitlines()[-1])
                 session.log(f"{item.title}: {tried[-1]}")
@@ -348,10 +352,12 @@ class Workshop:
 
 # Prints one line. A wheel for other hardware has to say so itself, by the guard's exception and nothing worse.
 TRY_WHEEL = """
+import sys
 try:
     import torch
     from pelton import build_info, ops
 
+    assert build_info.version == sys.argv[1], f"{build_info.version} is installed, not {sys.argv[1]}"
     device = "cpu" if build_info.backend == "cpu" else "cuda"
     x = torch.randn(3, 64)
     if build_info.backend == "cpu" or torch.cuda.is_available():
