@@ -93,6 +93,11 @@ def nox(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["-C", "feature.marlin=of", "-C", "profile=cpu-avx2"], {}, "did you mean 'off'"),
         (["-C", "profile=cpu-avx2", "-C", "profile=cpu-avx512"], {}, "'cpu-avx2', 'cpu-avx512'"),
         (["-C", "feature.marlin=on", "-C", "profile=cpu-avx2"], {}, "it is a feature of cuda"),
+        (
+            ["rocm-gfx1100", "--feature", "marlin=on"],
+            {},
+            "it is a feature of cuda, and the profile's backend is rocm",
+        ),
         (["cpu-avx2"], {"PELTON_TARGET_DEVICE": "gpu"}, "allowed: cpu, cuda, rocm"),
         ([], {"PELTON_TARGET_DEVICE": "cpu", "PELTON_PROFILE": "cuda-sm90"}, "contradict each other"),
         (["cpu-avx2"], {"PELTON_ENABLE_MARLN": "1"}, "did you mean 'PELTON_ENABLE_MARLIN'"),
