@@ -738,11 +738,14 @@ def test_torch_is_known_without_importing_it(tmp_path: Path) -> None:
     (tmp_path / "torch-2.11.0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"
     )
+    other = tmp_path / "behind" / "torch-9.9.dist-info"  # the record of a torch that is not imported
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     script = "from pelton import guard; m = guard.real_machine(); print(m.torch, m.torch_cuda, m.torch_rocm)"
-    path = os.pathsep.join([str(tmp_path), str(Path(guard.__file__).parents[1])])
+    path = [str(tmp_path), str(other.parent), str(Path(guard.__file__).parents[1])]
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:0] = {path.split(os.pathsep)}; {script}"],
+            [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:0] = {path}; {script}"],
             check=False, capture_output=True, text=True,
         )  # fmt: skip
         assert done.stdout.split() == ["2.11.0", "13.0", "None"], done.stderr

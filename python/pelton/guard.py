@@ -519,11 +519,12 @@ def _torch() -> tuple[str | None, Mapping[str, str]]:
         text = ""
     pattern = r"""^(cuda|hip)\b[^=]*= *['"]([^'"]+)['"]"""
     builds = dict(re.findall(pattern, text, re.MULTILINE))
-    try:
-        return importlib.metadata.version("torch"), builds
-    except importlib.metadata.PackageNotFoundError:
-        own = re.search(r"""^__version__\b[^=]*= *['"](\d[^'"]*)['"]""", text, re.MULTILINE)
-        return (own[1], builds) if own else (None, {})
+    # What is recorded beside it: another folder's record is of another torch.
+    beside = [str(Path(spec.origin or "").parents[1])] if spec.origin else []
+    for record in importlib.metadata.distributions(name="torch", path=beside):
+        return record.version, builds
+    own = re.search(r"""^__version__\b[^=]*= *['"](\d[^'"]*)['"]""", text, re.MULTILINE)
+    return (own[1], builds) if own else (None, {})
 
 
 def _torch_says(torch: Any) -> tuple[str, Mapping[str, str]]:

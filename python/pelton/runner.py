@@ -341,14 +341,15 @@ class Runner:
             self._load(config, checkpoint, weights)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+        # Other processes may have given memory back meanwhile.
         used = _used_memory(self.device)
-        memory = dataclasses.replace(memory, weights=used - memory.others)
+        memory = dataclasses.replace(memory, weights=max(used - memory.others, memory.weights))
         with _telling_what_to_lower(memory, 0, "running the largest step"):
             self._make_inputs(config)
             self.kv_caches = self._allocate_kv_caches(1)
             self._run_largest_step()
         used, before = _used_memory(self.device), used
-        memory = dataclasses.replace(memory, activations=used - before)
+        memory = dataclasses.replace(memory, activations=max(used - before, 0))
         with _telling_what_to_lower(memory, 0, "recording CUDA graphs"):
             memory = dataclasses.replace(memory, graphs=self._measure_graphs())
         self.kv_plan = plan(memory)

@@ -139,7 +139,8 @@ def test_weights_are_on_the_gpu_once() -> None:
     before = torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
     it = runner("qwen3-h192-tied", enforce_eager=True, kv_cache_memory="1MiB", max_num_batched_tokens=16)
-    head, embedding = it.model.lm_head.weight, it.model.embed_tokens.weight
+    ((_, product),) = it.model.lm_head._products
+    head, embedding = product.weight, it.model.embed_tokens.weight
     assert head.data_ptr() == embedding.data_ptr() and head.device == DEVICE
     assert it.dtype == torch.bfloat16
     num_bytes = sum(torch.Size(w.shape).numel() for w in it.model.weights().values()) * 2

@@ -216,9 +216,10 @@ def test_marlin(
             wide = torch.full((tokens, 2 * n), 7.0, dtype=dtype, device=DEVICE)
             method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
             expected = x.double() @ expected_weight.t() + (0 if b is None else b.double())
-            bound = torch.finfo(dtype).eps / 2 * 1.01 * expected.abs() + 2.0**-20 * (
-                x.double().abs() @ expected_weight.abs().t() + 1
-            )
+            size = x.double().abs() @ expected_weight.abs().t() + 1
+            # Many tokens on sm_90: scaled weights are rounded to the dtype.
+            rounding = torch.finfo(dtype).eps / 2 * 1.01
+            bound = rounding * expected.abs() + (2.0**-20 + (rounding if tokens > 32 else 0)) * size
             assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
             assert (wide[:, :n] == 7).all()
 
