@@ -66,6 +66,15 @@ MODELS = {
         every(),
         lambda name, weight: writers.gptq(weight, version=2),
     ),
+    "gptq-symmetric": (Shape(), changed(GPTQ, sym=True), every(symmetric=True), gptq),
+    "gptq-v2-symmetric": (
+        Shape(),
+        changed(GPTQ, sym=True, checkpoint_format="gptq_v2"),
+        every(symmetric=True),
+        lambda name, weight: writers.gptq(weight, version=2),
+    ),
+    "gptq-sym-unsaid": (Shape(), {k: v for k, v in GPTQ.items() if k != "sym"}, every(), gptq),
+    "awq-symmetric": (Shape(), changed(AWQ, zero_point=False), every(symmetric=True), awq),
     "gptq-8-bit": (Shape(), changed(GPTQ, bits=8), every(bits=8), gptq),
     "gptq-short-last-group": (
         Shape(hidden_size=72),
@@ -271,6 +280,27 @@ BAD_TENSORS = [
     ("gptq-order", lambda t: t.pop(f"{Q}.g_idx"), rf"the tensor '{Q}.g_idx' is missing"),
     ("gptq", lambda t: t.pop(f"{Q}.scales"), rf"the tensor '{Q}.scales' is missing"),
     ("ct", lambda t: t.pop(f"{Q}.weight_zero_point"), rf"the tensor '{Q}.weight_zero_point' is missing"),
+    (
+        "gptq-symmetric",
+        lambda t: t[f"{V}.qzeros"].view(-1)[1].fill_(0x77777757),
+        rf"'{V}.qzeros': 1 of 64 zero points are not 8 .the first is 6., which sym: true with checkpoint_format 'gptq' "
+        "means; the file may have been written as 'gptq_v2', or sym should be false",
+    ),
+    (
+        "gptq-symmetric",
+        lambda t: t[f"{Q}.qzeros"].add_(0x11111111),
+        rf"'{Q}.qzeros': 128 of 128 zero points are not 8 .the first is 9.*'gptq_v2'",
+    ),
+    (
+        "gptq-v2-symmetric",
+        lambda t: t[f"{Q}.qzeros"].sub_(0x11111111),
+        rf"'{Q}.qzeros': 128 of 128 zero points are not 8 .the first is 7.*checkpoint_format 'gptq_v2' means.* as 'gptq'",
+    ),
+    (
+        "awq-symmetric",
+        lambda t: t[f"{Q}.qzeros"].zero_(),
+        rf"'{Q}.qzeros': 128 of 128 zero points are not 8 .the first is 0., which zero_point: false means",
+    ),
     (
         "gptq",
         lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:-1].clone()}),

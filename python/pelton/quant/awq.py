@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
 from .canonical import QuantizedWeight, Scheme, split_nibbles, unpack_words
-from .gptq import check_pack_dtype, without_usual_zeros
+from .gptq import check_pack_dtype, check_usual_zeros, without_usual_zeros
 from .layout import FLOATS, INTS, TensorSpec, check_scales
 from .settings import Rule, read_bits, read_flag, read_group_size, read_names
 
@@ -68,6 +68,9 @@ def optional(scheme: Scheme) -> tuple[str, ...]:
 def check(scheme: Scheme, suffix: str, tensor: Tensor, spec: TensorSpec, where: str) -> None:
     if suffix == "scales":
         check_scales(tensor, where)
+    elif suffix == "qzeros" and scheme.symmetric:
+        advice = "set zero_point to true if the file has zero points"
+        check_usual_zeros(unpack_words(tensor, 4), 4, where, "zero_point: false", advice)
 
 
 def parse(scheme: Scheme, tensors: Mapping[str, Tensor], q: Tensor) -> QuantizedWeight:

@@ -41,7 +41,7 @@ def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], b
         "gptq",
         read_bits(values, "bits", where),
         read_group_size(values, "group_size", where),
-        read_flag(values, "sym", where, True),
+        read_flag(values, "sym", where, False),  # unsaid: any zero points
         "equal" if read_flag(values, "desc_act", where, False) else "none",
         zeros_less_one=form == "gptq",
     )
@@ -85,7 +85,7 @@ def _dynamic(pattern: str, changes: Mapping[str, Any], base: Scheme, where: str)
     if "group_size" in changes:
         scheme = replace(scheme, group_size=read_group_size(changes, "group_size", at))
     if "sym" in changes:
-        scheme = replace(scheme, symmetric=read_flag(changes, "sym", at, True))
+        scheme = replace(scheme, symmetric=read_flag(changes, "sym", at, base.symmetric))
     if "desc_act" in changes:
         scheme = replace(scheme, order="equal" if read_flag(changes, "desc_act", at, False) else "none")
     return Rule("regex", check_pattern(pattern.removeprefix("+:"), at), scheme, said_by)
@@ -114,6 +114,16 @@ def optional(scheme: Scheme) -> tuple[str, ...]:
 def check(scheme: Scheme, suffix: str, tensor: Tensor, spec: TensorSpec, where: str) -> None:
     if suffix == "scales":
         check_scales(tensor, where)
+    elif suffix == "qzeros" and scheme.symmetric:
+        stored_for = "gptq" if scheme.zeros_less_one else "gptq_v2"
+        other = "gptq_v2" if scheme.zeros_less_one else "gptq"
+        check_usual_zeros(
+            _decoded_zeros(scheme, tensor),
+            scheme.bits,
+            where,
+            f"sym: true with checkpoint_format {stored_for!r}",
+            f"the file may have been written as {other!r}, or sym should be false",
+        )
     elif suffix == "g_idx":
         check_groups(tensor, scheme.groups(spec.shape[0]), where)
 
@@ -126,17 +136,29 @@ def parse(scheme: Scheme, tensors: Mapping[str, Tensor], q: Tensor) -> Quantized
     else:
         fields = q.view(out_features, -1, 4, 2)
         split_nibbles(words, fields[..., 0], fields[..., 1])
-    zeros = tensors["qzeros"]
-    if scheme.zeros_less_one:
-        zeros = zeros + _ONES[bits]
     return QuantizedWeight(
         q,
         tensors["scales"],
-        without_usual_zeros(unpack_words(zeros, bits), bits),
+        without_usual_zeros(_decoded_zeros(scheme, tensors["qzeros"]), bits),
         _order(scheme, tensors.get("g_idx"), in_features),
         bits,
         in_features if scheme.group_size == -1 else scheme.group_size,
     )
+
+
+def _decoded_zeros(scheme: Scheme, qzeros: Tensor) -> Tensor:
+    return unpack_words(qzeros + _ONES[scheme.bits] if scheme.zeros_less_one else qzeros, scheme.bits)
+
+
+def check_usual_zeros(zeros: Tensor, bits: int, where: str, settings: str, advice: str) -> None:
+    """Refuse zero points that symmetric settings do not allow."""
+    usual = 1 << (bits - 1)
+    wrong = zeros[zeros != usual]
+    if wrong.numel():
+        raise CheckpointError(
+            f"{where}: {wrong.numel()} of {zeros.numel()} zero points are not {usual} (the first is {int(wrong[0])}), "
+            f"which {settings} means; {advice}"
+        )
 
 
 def without_usual_zeros(zeros: Tensor, bits: int) -> Tensor | None:
