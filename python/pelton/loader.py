@@ -190,10 +190,10 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
 def _folder_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     expected: dict[str, str] = {}
-    if (folder / _INDEX).is_file():
+    if _is_there(folder / _INDEX):
         expected = _read_index(folder / _INDEX)
         files = [folder / name for name in dict.fromkeys(expected.values())]
-    elif (folder / "model.safetensors").exists():
+    elif _is_there(folder / "model.safetensors"):
         files = [folder / "model.safetensors"]
     else:
         files = sorted(
@@ -202,7 +202,7 @@ def _folder_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     if not files:
         raise _no_weights(folder)
     for file in files:
-        if not file.is_file():
+        if not _is_there(file):
             raise CheckpointError(f"{file}: this shard is missing, {_INDEX} names it; download the file")
     tensors: dict[str, CheckpointTensor] = {}
     for file in files:
@@ -218,6 +218,20 @@ def _folder_tensors(folder: Path) -> dict[str, CheckpointTensor]:
                 f"{folder / shard}: {_INDEX} says that {name!r} is in this file, but it is not"
             )
     return tensors
+
+
+def _is_there(path: Path) -> bool:
+    """Whether this file exists. Raises CheckpointError for what has its name and is no file."""
+    if path.is_file():
+        return True
+    if path.exists():
+        what = "a folder" if path.is_dir() else "a pipe, a socket or a device"
+        raise CheckpointError(f"{path}: this is {what}, expected a file")
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path}: a link to {str(path.readlink())!r}, where no file is found; download the file again"
+        )
+    return False
 
 
 def _no_weights(folder: Path) -> CheckpointError:
@@ -265,9 +279,11 @@ def read_safetensors_header(path: Path) -> list[SafetensorsTensor]:
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the safetensors header is not JSON ({error}); {damaged}") from error
+        raise CheckpointError(
+            f"{path}: the safetensors header is not JSON or damaged ({error}); {damaged}"
+        ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the safetensors header is not a JSON object; {damaged}")
     start = 8 + length
@@ -276,7 +292,34 @@ def read_safetensors_header(path: Path) -> list[SafetensorsTensor]:
         for name, entry in header.items()
         if name != "__metadata__"
     ]
-    return sorted(tensors, key=lambda tensor: tensor.offset)
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
+    _check_layout(path, tensors, start, size)
+    return tensors
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"it has the key {twin!r:.200} twice")
+    return found
+
+
+def _check_layout(path: Path, tensors: Sequence[SafetensorsTensor], start: int, size: int) -> None:
+    """The format allows neither holes nor bytes that belong to two tensors. Raises CheckpointError."""
+    before, end = "the header", start
+    for tensor in tensors:
+        if tensor.offset != end:
+            what = "overlaps with" if tensor.offset < end else "leaves a hole behind"
+            raise CheckpointError(
+                f"{path}: damaged: {tensor.name!r} begins at byte {tensor.offset} and {what} {before}, which ends at "
+                f"byte {end}; download the file again"
+            )
+        before, end = repr(tensor.name), end + tensor.num_bytes
+    if end != size:
+        raise CheckpointError(
+            f"{path}: damaged: {size - end} bytes follow {before}, which ends at byte {end}; download the file again"
+        )
 
 
 def _header_entry(path: Path, name: str, entry: Any, start: int, size: int) -> SafetensorsTensor:

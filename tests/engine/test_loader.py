@@ -283,6 +283,10 @@ def set_header(file: Path, header: Any) -> None:
     file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(64))
 
 
+def entry(first: int, last: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [(last - first) // 4], "data_offsets": [first, last]}
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -312,6 +316,25 @@ def set_header(file: Path, header: Any) -> None:
             lambda f: set_header(f, {"a": {"dtype": "F32", "shape": [25], "data_offsets": [0, 100]}}),
             "cut short: 'a'",
         ),
+        (
+            lambda f: set_header(f, {"a": entry(0, 64), "b": entry(0, 64)}),
+            "'b' begins at byte .* overlaps with 'a'",
+        ),
+        (
+            lambda f: set_header(f, {"a": entry(0, 36), "b": entry(32, 64)}),
+            "'b' begins at byte .* overlaps with 'a'",
+        ),
+        (lambda f: set_header(f, {"a": entry(0, 32), "b": entry(36, 64)}), "'b' .* leaves a hole behind 'a'"),
+        (lambda f: set_header(f, {"a": entry(4, 64)}), "'a' .* leaves a hole behind the header"),
+        (lambda f: set_header(f, {"a": entry(0, 64), "b": entry(60, 60)}), "'b' .* overlaps|'a' .* overlaps"),
+        (lambda f: set_header(f, {"a": entry(0, 60)}), "4 bytes follow 'a'"),
+        (lambda f: set_header(f, {}), "64 bytes follow the header"),
+        (lambda f: f.write_bytes(f.read_bytes() + b"x" * 100), "100 bytes follow '.*', which ends at"),
+        (
+            lambda f: set_header(f, json.dumps({"a": entry(0, 64)}).encode().replace(b"{", b'{"a": 1, ', 1)),
+            "the key 'a' twice",
+        ),
+        (lambda f: set_header(f, b'{"a": {"dtype": "F32", "dtype": "F16"}}'), "the key 'dtype' twice"),
         (lambda f: f.write_bytes(b"<!DOCTYPE html><html>404</html>"), "not a safetensors file, or damaged"),
         (
             lambda f: f.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid"),
@@ -362,6 +385,57 @@ def test_missing_shard(model: Path) -> None:
     files[2].unlink()
     with pytest.raises(CheckpointError, match=f"^{files[2]}: this shard is missing"):
         load(model)
+
+
+def to_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("elsewhere")
+
+
+def to_loop(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def to_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def to_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (to_link, "a link to 'elsewhere', where no file is found"),
+        (to_loop, "a link to '.*', where no file is found"),
+        (to_pipe, "this is a pipe, a socket or a device, expected a file"),
+        (to_folder, "this is a folder, expected a file"),
+    ],
+)
+@pytest.mark.parametrize("which", ["single", "index", "shard", "without index"])
+def test_what_is_no_file(model: Path, damage: Any, message: str, which: str) -> None:
+    file = model / "model.safetensors"
+    if which != "single":
+        shards, index = shard(model), model / "model.safetensors.index.json"
+        file = index if which == "index" else shards[1]
+        if which == "without index":
+            index.unlink()
+    damage(file)
+    with pytest.raises(CheckpointError, match=f"^{file}: {message}"):
+        open_checkpoint(model)
+
+
+def test_tensors_without_elements_and_metadata_are_no_damage(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tensors = {"b": torch.ones(3), "a": torch.empty(0, 4), "c": torch.empty(0), "d": torch.ones(2).half()}
+    safetensors.save_file(tensors, file, {"format": "pt"})
+    assert {t.name: t.shape for t in read_safetensors_header(file)} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
 
 
 def test_index_that_names_the_wrong_shard_or_a_tensor_twice(model: Path) -> None:
