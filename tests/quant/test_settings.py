@@ -129,6 +129,8 @@ REFUSED = [
     (GPTQ | {"pack_dtype": "int16"}, UnsupportedError, "pack_dtype: words of 'int16'"),
     (GPTQ | {"dynamic": ["a"]}, CheckpointError, "dynamic must map patterns"),
     (GPTQ | {"dynamic": {"+:(": {}}}, CheckpointError, "'.' is no regular expression"),
+    (GPTQ | {"dynamic": {"-:(([a-z._0-9])+)+$!": {}}}, CheckpointError, r"dynamic.* could take forever"),
+    (GPTQ | {"dynamic": {"(" * 2000 + ")" * 2000: {}}}, CheckpointError, "is no regular expression"),
     (GPTQ | {"dynamic": {"a": {"bits": 2}}}, UnsupportedError, r"dynamic\['a'\].bits: weights of 2 bits"),
     (AWQ | {"bits": 8}, UnsupportedError, "bits: AWQ weights of 8 bits are not supported; Pelton has 4"),
     (AWQ | {"version": "gemv"}, UnsupportedError, "version: the AWQ packing 'gemv' is not supported"),
@@ -157,6 +159,8 @@ REFUSED = [
     (ct({"group_0": {"weights": W4 | {"group_size": 48}}}), CheckpointError, "group_size must be one of"),
     (ct({"group_0": {"weights": W4 | {"actorder": "random"}}}), UnsupportedError, "actorder: 'random'"),
     (ct({"group_0": {"targets": ["re:["]}}), CheckpointError, "is no regular expression"),
+    (ct({"group_0": {"targets": ["re:(.*)*x"]}}), CheckpointError, "targets: .* could take forever"),
+    (ct(ignore=["re:(a|a)+$"]), CheckpointError, "ignore: .* could take forever"),
     (ct({"group_0": {"targets": "Linear"}}), CheckpointError, "targets must be a list of names"),
     (ct({"group_0": {"weights": None}}), CheckpointError, "weights must be an object, found None"),
 ]

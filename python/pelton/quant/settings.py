@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, InvalidValueError, UnsupportedError, did_you_mean
+from . import patterns
 from .canonical import Scheme
 
 __all__ = [
@@ -146,11 +147,17 @@ def read_names(values: Mapping[str, Any], key: str, where: str) -> list[str]:
 
 
 def check_pattern(pattern: str, where: str) -> str:
-    """A regular expression that can be compiled."""
+    """A regular expression that can be compiled, and matched with any layer's name in little time."""
     try:
         re.compile(pattern)
-    except re.error as error:
-        raise CheckpointError(f"{where}: {pattern!r} is no regular expression ({error})") from None
+        steps = patterns.most_ways(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{where}: {pattern!r:.200} is no regular expression ({error})") from None
+    if steps > patterns.LIMIT:
+        raise CheckpointError(
+            f"{where}: the regular expression {pattern!r:.200} could take forever to match, because of repeats within "
+            "repeats or too many in a row; write it with fewer of them"
+        )
     return pattern
 
 
