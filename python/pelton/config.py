@@ -13,7 +13,7 @@ from typing import Any
 from .device import check_device_name
 from .errors import CheckpointError, InvalidValueError, UnknownOptionError, UnsupportedError, did_you_mean
 from .memory import parse_bytes
-from .quant.settings import FORMATS, QuantizationConfig, check_flag, read_quantization
+from .quant.settings import FORMATS, QuantizationConfig, check_flag, check_same_settings, read_quantization
 from .rope import RopeConfig, as_finite
 
 __all__ = [
@@ -194,6 +194,8 @@ def load_model_config(model: str | Path) -> ModelConfig:
         found = ModelConfig.from_dict(
             config, str(path / "config.json"), read_json(generation) if generation.is_file() else None
         )
+        if found.quantization is not None:
+            _check_beside(path, config, found.quantization)
         return dataclasses.replace(found, quantization=found.quantization or _beside(path))
     if is_file:
         from . import gguf
@@ -412,15 +414,28 @@ def _architecture_of(config: Mapping[str, Any], source: str) -> str:
     )
 
 
+#: where older tools wrote the settings, and which method's they are
+_BESIDE = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+
+
 def _quantization(config: Mapping[str, Any], source: str) -> QuantizationConfig | None:
     # older versions of llm-compressor wrote compression_config
     values = config.get("quantization_config") or config.get("compression_config")
     return read_quantization(values, source) if values else None
 
 
+def _check_beside(folder: Path, config: Mapping[str, Any], found: QuantizationConfig) -> None:
+    """config.json decides; older tools' file beside it may not say otherwise."""
+    for name, method in _BESIDE:
+        if method == found.format and (folder / name).is_file():
+            values = config.get("quantization_config") or config["compression_config"]
+            where = f"{found.source}: quantization_config"
+            check_same_settings(values, read_json(folder / name), where, str(folder / name))
+
+
 def _beside(folder: Path) -> QuantizationConfig | None:
     """The quantization settings that older tools wrote to a file of their own."""
-    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+    for name, method in _BESIDE:
         if (folder / name).is_file():
             return read_quantization({"quant_method": method} | read_json(folder / name), str(folder / name))
     return None

@@ -232,6 +232,53 @@ def test_settings_in_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(logits(packed), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "settings", "message"),
+    [
+        (
+            "gptq",
+            "quantize_config.json",
+            {"bits": 4, "group_size": 32, "sym": False, "damp_percent": 0.1},
+            "",
+        ),
+        ("gptq", "quant_config.json", {"w_bit": 8}, ""),  # another method's file
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM"}, ""),
+        ("gptq", "quantize_config.json", {"bits": 8}, "bits is 4, but .*quantize_config.json says 8"),
+        ("gptq", "quantize_config.json", {"desc_act": True}, "desc_act is False, but .* says True"),
+        ("awq", "quant_config.json", {"q_group_size": 128}, "group_size is 32, but .* says 128"),
+    ],
+)
+def test_settings_in_two_files(
+    name: str,
+    file: str,
+    settings: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference_products(monkeypatch)
+    packed = write(tmp_path, name)
+    expected = None if message else logits(packed)
+    (packed / file).write_text(json.dumps(settings))
+    if expected is not None:
+        assert torch.equal(logits(packed), expected)
+        return
+    with pytest.raises(CheckpointError, match=f"^{packed}/config.json: quantization_config.{message}"):
+        logits(packed)
+
+
+def test_a_head_that_should_be_quantized_and_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference_products(monkeypatch)
+    packed = write(tmp_path, "gptq")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["lm_head"] = True
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"lm_head: true says that 'lm_head' is quantized, but .*lm_head.weight"
+    ):
+        logits(packed)
+
+
 @pytest.mark.parametrize("name", ["gptq", "gptq-order", "awq", "ct", "ct-symmetric"])
 def test_random_weights_need_no_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference_products(monkeypatch)

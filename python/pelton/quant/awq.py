@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError, UnsupportedError
 from .canonical import QuantizedWeight, Scheme, split_nibbles, unpack_words
-from .gptq import check_pack_dtype, check_usual_zeros, without_usual_zeros
+from .gptq import check_pack_dtype, check_usual_zeros, lm_head_rule, without_usual_zeros
 from .layout import FLOATS, INTS, TensorSpec, check_scales
-from .settings import Rule, read_bits, read_flag, read_group_size, read_names
+from .settings import Rule, one_value, read_bits, read_flag, read_group_size, read_names
 
 __all__ = ["MARK", "ORDER", "check", "optional", "parse", "read_rules", "specs"]
 
@@ -27,12 +27,14 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], bool]:
     """The rules of an AWQ config: `modules_to_not_convert` (parts of names), lm_head, then the rest."""
-    version = values.get("version", values.get("checkpoint_format", values.get("format")))
+    version = one_value(values, ("version", "checkpoint_format", "format"), where)
     if version is not None and (not isinstance(version, str) or version.lower() != "gemm"):
         raise UnsupportedError(
             f"{where}.version: the AWQ packing {version!r} is not supported; Pelton reads gemm"
         )
     check_pack_dtype(values, where)
+    one_value(values, ("bits", "w_bit"), where)
+    one_value(values, ("group_size", "q_group_size"), where)
     bits_key = "bits" if "bits" in values else "w_bit"
     bits = read_bits(values, bits_key, where)
     if bits != 4:
@@ -43,8 +45,7 @@ def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], b
     scheme = Scheme("awq", bits, size, not read_flag(values, "zero_point", where, True))
     key = "modules_to_not_convert"
     rules = [Rule("part", name, None, f"{key} {name!r}") for name in read_names(values, key, where)]
-    if not read_flag(values, "lm_head", where, False):
-        rules.append(Rule("exact", "lm_head", None, "lm_head: false"))
+    rules.append(lm_head_rule(values, scheme, where))
     return [*rules, Rule("all", "", scheme, "quantization_config")], False
 
 

@@ -102,7 +102,7 @@ class Quantization:
                 raise CheckpointError(f"{self.config.source}: the file has {packed!r}, but {why}")
             return wanted or scheme
         if wanted is not None and plain in self._names:
-            if self.config.complete:
+            if self.config.complete or (rule is not None and rule.kind == "exact"):
                 said_by = rule.said_by if rule else "the config"
                 raise CheckpointError(
                     f"{self.config.source}: {said_by} says that {name!r} is quantized, but the file has {plain!r} and "

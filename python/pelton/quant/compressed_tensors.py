@@ -56,6 +56,14 @@ def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], b
             _rule(target, scheme, f"config_groups.{name}", f"{at}.targets")
             for target in read_names(group, "targets", at)
         ]
+    said: dict[str, Rule] = {}
+    for rule in targets:
+        other = said.setdefault(rule.pattern, rule)
+        if other.kind == rule.kind and other.scheme != rule.scheme:
+            raise CheckpointError(
+                f"{where}.config_groups: {other.said_by} is {_describe(other)}, but {rule.said_by} is "
+                f"{_describe(rule)}; a target can be in one group only"
+            )
     order = ("exact", "regex", "all")
     return [*rules, *sorted(targets, key=lambda rule: order.index(rule.kind))], True
 
@@ -64,6 +72,13 @@ def _rule(pattern: str, scheme: Scheme | None, said_by: str, where: str) -> Rule
     if pattern.startswith("re:"):
         return Rule("regex", check_pattern(pattern[3:], where), scheme, f"{said_by} {pattern!r}")
     return Rule("all" if pattern == _CLASS else "exact", pattern, scheme, f"{said_by} {pattern!r}")
+
+
+def _describe(rule: Rule) -> str:
+    scheme = rule.scheme
+    if scheme is None:
+        return "not quantized"
+    return f"{scheme.bits} bit, group size {scheme.group_size}, symmetric {scheme.symmetric}, order {scheme.order}"
 
 
 def _scheme(group: Mapping[str, Any], form: object, where: str) -> Scheme:

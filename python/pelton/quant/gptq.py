@@ -16,21 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, UnsupportedError, did_you_mean
 from .canonical import QuantizedWeight, Scheme, split_nibbles, trivial_groups, unpack_words
 from .layout import FLOATS, INTS, TensorSpec, check_groups, check_scales
-from .settings import Rule, check_pattern, read_bits, read_flag, read_group_size, read_names
+from .settings import Rule, check_pattern, one_value, read_bits, read_flag, read_group_size, read_names
 
 __all__ = ["MARK", "check", "optional", "parse", "read_rules", "specs"]
 
 MARK = "qweight"
 _ONES = {4: 0x11111111, 8: 0x01010101}
 _FORMATS = ("gptq", "gptq_v2")
+#: the settings of `dynamic` that decide how a layer is stored
+_CHANGES = ("bits", "group_size", "sym", "desc_act")
 
 
 def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], bool]:
     """The rules of a GPTQ config: `dynamic` (gptqmodel), lm_head, `modules_in_block_to_quantize`, then the rest."""
-    form = values.get("checkpoint_format", values.get("format"))
+    form = one_value(values, ("checkpoint_format", "format"), where)
     form = "gptq" if form is None else form
     if form not in _FORMATS:
         raise UnsupportedError(
@@ -46,8 +48,7 @@ def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], b
         zeros_less_one=form == "gptq",
     )
     rules = [_dynamic(pattern, changes, base, where) for pattern, changes in _dynamic_of(values, where)]
-    if not read_flag(values, "lm_head", where, False):
-        rules.append(Rule("exact", "lm_head", None, "lm_head: false"))
+    rules.append(lm_head_rule(values, base, where))
     blocks = values.get("modules_in_block_to_quantize")
     if isinstance(blocks, list) and blocks:
         flat = [name for block in blocks for name in (block if isinstance(block, list) else [block])]
@@ -55,6 +56,11 @@ def read_rules(values: Mapping[str, Any], where: str) -> tuple[Iterable[Rule], b
         names = "|".join(re.escape(name) for name in read_names({key: flat}, key, where))
         rules.append(Rule("regex", rf"(?!.*\.(?:{names})$)(?!lm_head$)", None, key))
     return [*rules, Rule("all", "", base, "quantization_config")], False
+
+
+def lm_head_rule(values: Mapping[str, Any], base: Scheme, where: str) -> Rule:
+    quantized = read_flag(values, "lm_head", where, False)
+    return Rule("exact", "lm_head", base if quantized else None, f"lm_head: {str(quantized).lower()}")
 
 
 def check_pack_dtype(values: Mapping[str, Any], where: str) -> None:
@@ -77,6 +83,10 @@ def _dynamic_of(values: Mapping[str, Any], where: str) -> list[tuple[str, Mappin
 def _dynamic(pattern: str, changes: Mapping[str, Any], base: Scheme, where: str) -> Rule:
     at = f"{where}.dynamic[{pattern!r}]"
     said_by = f"dynamic {pattern!r}"
+    for key in changes:
+        meant = did_you_mean(key, _CHANGES)
+        if meant and key not in _CHANGES:  # others say how it was quantized, not how it is stored
+            raise CheckpointError(f"{at}: the key {key!r} is unknown{meant}")
     if pattern.startswith("-:"):
         return Rule("regex", check_pattern(pattern[2:], at), None, said_by)
     scheme = base

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +105,45 @@ def read_quantization(values: Any, source: str) -> QuantizationConfig:
             f"{where}.quant_method: weights quantized with {method!r} are not supported; Pelton reads "
             f"{', '.join(FORMATS)}{did_you_mean(str(method), FORMATS)}, and quantized GGUF files"
         )
+    other = values.get("method")  # gptqmodel writes both
+    if other in FORMATS and other != method:
+        raise CheckpointError(
+            f"{where}.quant_method is {method!r}, but method is {other!r}; remove the wrong one"
+        )
     rules, complete = readers[method](values, where)
     return QuantizationConfig(method, source, tuple(rules), complete)
+
+
+def one_value(values: Mapping[str, Any], keys: Sequence[str], where: str) -> Any:
+    """The value that is said under any of these keys, which mean the same; None: none says it.
+
+    Raises:
+        CheckpointError: two of them say different things.
+    """
+    said = [(key, values[key]) for key in keys if values.get(key) is not None]
+    for key, value in said[1:]:
+        first, expected = said[0]
+        if _folded(value) != _folded(expected):
+            raise CheckpointError(
+                f"{where}.{first} is {expected!r:.80}, but {key} is {value!r:.80}, and both mean the same; remove the "
+                "wrong one"
+            )
+    return said[0][1] if said else None
+
+
+def _folded(value: object) -> tuple[type, object]:
+    return (type(value), value.lower() if isinstance(value, str) else value)
+
+
+def check_same_settings(ours: Mapping[str, Any], others: Mapping[str, Any], where: str, beside: str) -> None:
+    """Refuse another file's settings that say otherwise. Raises CheckpointError."""
+    for keys in (("bits", "w_bit"), ("group_size", "q_group_size"), ("sym",), ("desc_act",), ("zero_point",)):
+        mine, theirs = (one_value(values, keys, at) for values, at in ((ours, where), (others, beside)))
+        if mine is not None and theirs is not None and mine != theirs:
+            raise CheckpointError(
+                f"{where}.{keys[0]} is {mine!r:.80}, but {beside} says {theirs!r:.80}; one of the files is not this "
+                "checkpoint's: replace or remove it"
+            )
 
 
 def read_bits(values: Mapping[str, Any], key: str, where: str) -> int:
