@@ -450,6 +450,28 @@ def test_missing_description(tmp_path: Path) -> None:
         described_machine(tmp_path / "none.toml", MACHINE)
 
 
+def test_a_described_machine_is_a_file(tmp_path: Path) -> None:
+    """Reading a pipe or a device may never end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(InvalidValueError, match="is not a file"):
+            described_machine(path, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("driver", "profile"), [("11.0", None), ("13.0", "cuda-sm90"), (None, "cuda-sm90"), ("", None)]
+)
+def test_no_build_is_recommended_that_the_driver_is_too_old_for(
+    driver: str | None, profile: str | None
+) -> None:
+    profiles = [
+        {**other, "minimum_driver": "13.0"} if other["backend"] == "cuda" else other for other in PROFILES
+    ]
+    at = dataclasses.replace(MACHINE, gpus=(H200,), driver=driver)
+    assert guard.best_gpu_profile({**AVX512, "profiles": profiles}, at) == profile
+
+
 def test_the_real_machine_is_seen() -> None:
     real = guard.real_machine()
     assert real.system == "linux"

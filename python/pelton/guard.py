@@ -405,11 +405,17 @@ def best_gpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
             (best[0], str(other["profile"]))
             for other in info.get("profiles", ())
             if other["backend"] == gpu.backend and other["profile"] != info["profile"]
+            if gpu.backend != "cuda"
+            or not _driver_is_older(machine.driver, str(other.get("minimum_driver", "")))
             if (best := fit(map(str, other["archs"]), gpu)) is not None
         ]
         if fitting:
             return min(fitting)[1]
     return None
+
+
+def _driver_is_older(driver: str | None, least: str) -> bool:
+    return bool(driver and least) and numbers(driver or "") < numbers(least)
 
 
 def best_cpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
@@ -562,6 +568,8 @@ def described_machine(path: Path, real: Machine, environ: Mapping[str, str] | No
     def wrong(text: str) -> InvalidValueError:
         return InvalidValueError(f"PELTON_HOST: {path}: {text}")
 
+    if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+        raise wrong("is not a file; name a TOML file that describes a machine, or unset PELTON_HOST")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
