@@ -268,10 +268,12 @@ def release(session: nox.Session) -> None:
         "--tag", help="the tag that the release is made for; it has to be this source's version"
     )
     parser.add_argument(
-        "--index", type=Path, default=ROOT / "site", help="the published index: none of its files may change"
+        "--index", type=Path, help="the published index (default: site): none of its files may change"
     )
-    options = releases.Options(**vars(parser.parse_args(session.posargs)))
+    given = parser.parse_args(session.posargs)
     try:
+        releases.check_asked(given.index, os.environ, rehearsal=given.dry_run)
+        options = releases.Options(**{**vars(given), "index": given.index or ROOT / "site"})
         work = releases.make_release(ROOT, options, Workshop(session))
     except BuildError as error:
         session.error(str(error))

@@ -20,6 +20,7 @@ import logging
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from .plan import Plan
 from .planning import make_plan, project_root, project_version, write_atomically
 from .profile import profile_names
 from .project import load_project
-from .settings import environment
+from .settings import VERSION, environment
 from .version import Tag
 
 __all__ = [
@@ -139,6 +140,20 @@ def published(site: Path) -> dict[str, str]:
                 f"{page}: not a page of an index ({error}); give the folder of a whole index, or make it again: nox -s index"
             ) from None
     return held
+
+
+def check_asked(index: Path | None, environ: Mapping[str, str], *, rehearsal: bool) -> None:
+    """Raises ReleaseError when an index that was named is none, or when a variable hides what the tree is."""
+    if index is not None and not (index / "index.html").is_file():
+        raise ReleaseError(
+            f"--index {index}: no index is there (it has no index.html); name the folder of the published one, or leave "
+            "--index out for the first release"
+        )
+    if VERSION in environ and not rehearsal:
+        raise ReleaseError(
+            f"{VERSION} is set ({environ[VERSION]!r}): a release takes its version from the tag and sees whether the tree "
+            "is clean; unset it"
+        )
 
 
 def contradictions(files: Iterable[tuple[str, str]], held: Mapping[str, str]) -> tuple[str, ...]:
@@ -250,8 +265,9 @@ def is_fresh(root: Path, wheel: Path, package: str) -> bool:
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = json.loads(archive.read(f"{package}/_build_info.json"))
-        return bool(info["source_digest"] == source_digest(root))
-    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError):
+            fresh = bool(info["source_digest"] == source_digest(root))
+            return fresh and archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError):
         return False
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -245,11 +246,19 @@ def test_a_release_that_was_killed_goes_on_where_it_was(tree: Path) -> None:
     assert len([*tree.glob("dist/cpu-*/*.whl")]) == 2
 
 
-def test_half_a_wheel_is_built_again(tree: Path) -> None:
+@pytest.mark.parametrize("damage", ["half", "zeros in a member"])
+def test_a_damaged_wheel_is_built_again(tree: Path, damage: str) -> None:
     make_release(tree, REHEARSAL, Bench(tree))
     (wheel,) = tree.glob("dist/cpu-avx512/*.whl")
     whole = wheel.read_bytes()
-    wheel.write_bytes(whole[: len(whole) // 2])
+    if damage == "half":
+        wheel.write_bytes(whole[: len(whole) // 2])
+    else:
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(m for m in archive.infolist() if m.filename.endswith(".so") or m.file_size > 100)
+        start = member.header_offset + 30 + len(member.filename)
+        count = min(16, member.compress_size)
+        wheel.write_bytes(whole[:start] + bytes(count) + whole[start + count :])
     bench = Bench(tree)
     make_release(tree, REHEARSAL, bench)
     assert bench.done == ["build cpu-avx512", "index"]
@@ -371,8 +380,10 @@ def nothing(project: small_project.Project) -> None:
         (nothing, ["--tag", "v0.4.0"], {}, "tag 'v0.4.0' stands for version 0.4.0, but this source is 0.3.0"),
         (nothing, ["--dry-run"], {"CUDA_HOME": "/nonexistent"}, "cuda-sm80: CUDA_HOME=/nonexistent: there is no"),
         (fake_wheels, ["--tag", "v0.3.0", "--skip-unbuildable"], {}, "a file that was published never changes"),
+        (change, ["--tag", "v0.3.0"], {"PELTON_VERSION": "0.3.0"}, "PELTON_VERSION is set ('0.3.0')"),
+        (nothing, ["--tag", "v0.3.0", "--index", "nowhere"], {}, "--index nowhere: no index is there"),
     ],
-    ids=["dirty", "other tag", "unbuildable", "other bytes"],
+    ids=["dirty", "other tag", "unbuildable", "other bytes", "version given", "no index"],
 )  # fmt: skip
 def test_the_session_stops(
     project: small_project.Project,
