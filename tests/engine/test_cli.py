@@ -379,10 +379,10 @@ def test_info_with_a_host_file_that_is_wrong(installed, tmp_path):
     info = json.loads(done.stdout)
     assert "PELTON_HOST" in info["problem"] and info["fits_this_machine"] is None
     assert info["machine"]["glibc"] and info["machine"]["cpu_level"], "of the real machine"
-    for host in (tmp_path, tmp_path / "none.toml"):  # cannot be read at all
+    for host, said in ((tmp_path, "is not a file"), (tmp_path / "none.toml", "cannot be read")):
         done = run(["info"], installed, PELTON_HOST=str(host))
         assert done.returncode == 0, done.stderr
-        assert f"unknown: PELTON_HOST: {host}: cannot be read" in done.stdout
+        assert f"unknown: PELTON_HOST: {host}: {said}" in done.stdout
 
 
 def test_info_imports_nothing_heavy():
