@@ -632,5 +632,23 @@ __device__ void write_out(const AttentionArgs& a, const RowTile& rows, const Til
   }
 }
 
+// f(instructions, element of the dtype, room for the head as an integral constant), which starts a kernel and
+// gives its error.
+template <class F>
+int start_for(const AttentionArgs& a, F&& f) {
+  int error = 0;
+  with_amd_matrix([&](auto matrix) {
+    const auto start = [&](auto element) {
+      if (a.head_size <= 64) return f(matrix, element, std::integral_constant<int, 64>{});
+      if (a.head_size <= 96) return f(matrix, element, std::integral_constant<int, 96>{});
+      if (a.head_size <= 128) return f(matrix, element, std::integral_constant<int, 128>{});
+      if (a.head_size <= 192) return f(matrix, element, std::integral_constant<int, 192>{});
+      return f(matrix, element, std::integral_constant<int, 256>{});
+    };
+    error = a.dtype == DType::f16 ? start(f16{}) : start(bf16{});
+  });
+  return error;
+}
+
 }  // namespace pelton::gpu::amd
 #endif

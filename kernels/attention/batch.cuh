@@ -31,6 +31,15 @@ __device__ __forceinline__ int first_visible(const AttentionArgs& a, int positio
   return window > 0 && position >= window ? position - window + 1 : 0;
 }
 
+// Tiles of `rows` rows (queries x heads of the group) of a sequence that are the prefill kernel's.
+__device__ __forceinline__ int prefill_tiles(const AttentionArgs& a, AttentionShare share, int group,
+                                             int rows, int s) {
+  const Sequence sequence = sequence_of(a, s);
+  if (sequence.num_queries == 0) return 0;
+  if (share == AttentionShare::prefill && attention_decodes(sequence.num_queries, group)) return 0;
+  return ceil_div(sequence.num_queries * group, rows);
+}
+
 // The rows of a tile: queries x heads of the group.
 struct RowTile {
   Sequence sequence;

@@ -412,15 +412,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (blockIdx.x < cutting.parts) {
     first = cutting.first(blockIdx.x);
     last = cutting.first(blockIdx.x + 1);
-    // The thread that finds the item has looked at its sequence.
-    __shared__ typename S::Item found;
-    __shared__ int found_start;
-    scan.find(first, count, [&](int, int start) {
-      found = item;
-      found_start = start;
-    });
-    item = found;
-    item.seek(found_start, first);
+    find_item(scan, count, first, item);
   }
   Cut cut{};
   let_next_start();

@@ -65,15 +65,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)  // waves that sha
   if (blockIdx.x < cutting.parts) {
     first = cutting.first(blockIdx.x);
     last = cutting.first(blockIdx.x + 1);
-    // The thread that finds the item has looked at its sequence.
-    __shared__ Item found;
-    __shared__ int found_start;
-    scan.find(first, count, [&](int, int start) {
-      found = item;
-      found_start = start;
-    });
-    item = found;
-    item.seek(found_start, first);
+    decode::find_item(scan, count, first, item);
   }
 
   decode::Cut cut{};
@@ -124,15 +116,6 @@ int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   return launch_result();
 }
 
-template <class M, class T>
-int start_head(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
-  if (a.head_size <= 64) return start<M, T, 64>(a, share, stream);
-  if (a.head_size <= 96) return start<M, T, 96>(a, share, stream);
-  if (a.head_size <= 128) return start<M, T, 128>(a, share, stream);
-  if (a.head_size <= 192) return start<M, T, 192>(a, share, stream);
-  return start<M, T, 256>(a, share, stream);
-}
-
 }  // namespace
 
 #ifdef PELTON_ROCM
@@ -142,13 +125,9 @@ int64_t attention_workspace_size(int64_t head_size) {
 #endif
 
 int attention_decode_amd(const AttentionArgs& a, AttentionShare share, void* stream) {
-  int error = 0;
-  with_amd_matrix([&](auto matrix) {
-    using M = decltype(matrix);
-    error = a.dtype == DType::f16 ? start_head<M, f16>(a, share, cudaStream_t(stream))
-                                  : start_head<M, bf16>(a, share, cudaStream_t(stream));
+  return amd::start_for(a, [&](auto matrix, auto element, auto head) {
+    return start<decltype(matrix), decltype(element), decltype(head)::value>(a, share, cudaStream_t(stream));
   });
-  return error;
 }
 
 }  // namespace pelton::gpu

@@ -80,12 +80,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksAtOnce)
   let_next_start();  // the decode kernel, with the sequences that are not for this one
 
   // Which tile: the last rows of a sequence, which see most, come first.
-  const auto count = [&](int s) -> int {
-    const Sequence sequence = sequence_of(a, s);
-    if (sequence.num_queries == 0) return 0;
-    if (share == AttentionShare::prefill && attention_decodes(sequence.num_queries, group)) return 0;
-    return ceil_div(sequence.num_queries * group, S::kRows);
-  };
+  const auto count = [&](int s) { return prefill_tiles(a, share, group, S::kRows, s); };
   SequenceScan<kThreads> scan(int(a.num_seqs), count);
   const int kv_heads = int(a.num_kv_heads), tile_index = blockIdx.x / kv_heads;
   if (tile_index >= scan.total) return;

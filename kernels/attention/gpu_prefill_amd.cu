@@ -27,12 +27,7 @@ __global__ void __launch_bounds__(kThreads, 2)  // waves that share a SIMD
   const int group = int(a.num_heads / a.num_kv_heads), kv_heads = int(a.num_kv_heads);
 
   // Which tile: the last rows of a sequence, which see most, come first.
-  const auto count = [&](int s) -> int {
-    const Sequence sequence = sequence_of(a, s);
-    if (sequence.num_queries == 0) return 0;
-    if (share == AttentionShare::prefill && attention_decodes(sequence.num_queries, group)) return 0;
-    return ceil_div(sequence.num_queries * group, S::kRows);
-  };
+  const auto count = [&](int s) { return prefill_tiles(a, share, group, S::kRows, s); };
   SequenceScan<kThreads> scan(int(a.num_seqs), count);
   const int tile_index = int(blockIdx.x) / kv_heads;
   if (tile_index >= scan.total) return;
@@ -72,25 +67,12 @@ int start(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
   return launch_result();
 }
 
-template <class M, class T>
-int start_head(const AttentionArgs& a, AttentionShare share, cudaStream_t stream) {
-  if (a.head_size <= 64) return start<M, T, 64>(a, share, stream);
-  if (a.head_size <= 96) return start<M, T, 96>(a, share, stream);
-  if (a.head_size <= 128) return start<M, T, 128>(a, share, stream);
-  if (a.head_size <= 192) return start<M, T, 192>(a, share, stream);
-  return start<M, T, 256>(a, share, stream);
-}
-
 }  // namespace
 
 int attention_prefill_amd(const AttentionArgs& a, AttentionShare share, void* stream) {
-  int error = 0;
-  with_amd_matrix([&](auto matrix) {
-    using M = decltype(matrix);
-    error = a.dtype == DType::f16 ? start_head<M, f16>(a, share, cudaStream_t(stream))
-                                  : start_head<M, bf16>(a, share, cudaStream_t(stream));
+  return amd::start_for(a, [&](auto matrix, auto element, auto head) {
+    return start<decltype(matrix), decltype(element), decltype(head)::value>(a, share, cudaStream_t(stream));
   });
-  return error;
 }
 
 }  // namespace pelton::gpu

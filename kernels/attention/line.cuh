@@ -118,6 +118,20 @@ struct Item {
   }
 };
 
+// Makes `item` the one at `line`, in all threads. `count` has left each thread's item at its last sequence,
+// and the thread that finds the item has looked at its.
+template <class Item, class Scan, class Count>
+__device__ __forceinline__ void find_item(Scan& scan, const Count& count, int line, Item& item) {
+  __shared__ Item found;
+  __shared__ int found_start;
+  scan.find(line, count, [&](int, int start) {
+    found = item;
+    found_start = start;
+  });
+  item = found;
+  item.seek(found_start, line);
+}
+
 // One block a cut. A warp takes 32 elements of a row's head at a time: 8 lanes of 4 elements, of 4 pieces at
 // once, several of which are under way together. The lanes keep sums of their own, which are put together
 // last.

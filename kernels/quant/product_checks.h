@@ -34,6 +34,17 @@ inline void check_product(const char* op, const Tensor& out, const Tensor& x,
   args.out_stride = to.stride;
 }
 
+// Where a dequantized weight goes.
+inline void check_matrix(const char* op, Tensor& out, DequantizeArgs& args) {
+  PELTON_CHECK(out.dim() == 2 && out.is_contiguous(), op,
+               ": out must be contiguous, [inputs, outputs], found ", shape_of(out));
+  args.out = out.mutable_data_ptr();
+  args.dtype = dtype_of(op, out);
+  PELTON_CHECK(args.dtype != DType::f32, op, ": out must be float16 or bfloat16, found Float");
+  args.inputs = out.size(0);
+  args.columns = out.size(1);
+}
+
 // Scales of args.columns outputs; sets the number of groups, their size, and what scales they are. An index
 // may map the rows to any number of groups, else it is what the size says.
 template <class Args>

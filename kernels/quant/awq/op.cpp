@@ -34,14 +34,8 @@ void awq_dequantize(Tensor& out, const Tensor& qweight, const Tensor& qzeros, co
                     int64_t group_size) {
   constexpr const char* kOp = "awq_dequantize";
   check_device(kOp, {{"qweight", qweight}, {"qzeros", qzeros}, {"scales", scales}, {"out", out}});
-  PELTON_CHECK(out.dim() == 2 && out.is_contiguous(), kOp,
-               ": out must be contiguous, [inputs, outputs], found ", shape_of(out));
   DequantizeArgs args;
-  args.out = out.mutable_data_ptr();
-  args.dtype = dtype_of(kOp, out);
-  PELTON_CHECK(args.dtype != DType::f32, kOp, ": out must be float16 or bfloat16, found Float");
-  args.inputs = out.size(0);
-  args.columns = out.size(1);
+  check_matrix(kOp, out, args);
   check_weight(kOp, qweight, qzeros, scales, group_size, args);
   launch(kOp, out, [&](void* stream) { return gpu::awq_dequantize(args, stream); });
 }

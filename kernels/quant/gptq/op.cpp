@@ -63,14 +63,8 @@ void gptq_dequantize(Tensor& out, const Tensor& qweight, const Optional& qzeros,
                      const Optional& g_idx, const Optional& order, int64_t bits, int64_t group_size) {
   constexpr const char* kOp = "gptq_dequantize";
   check_device(kOp, {{"qweight", qweight}, {"scales", scales}, {"out", out}});
-  PELTON_CHECK(out.dim() == 2 && out.is_contiguous(), kOp,
-               ": out must be contiguous, [inputs, outputs], found ", shape_of(out));
   DequantizeArgs args;
-  args.out = out.mutable_data_ptr();
-  args.dtype = dtype_of(kOp, out);
-  PELTON_CHECK(args.dtype != DType::f32, kOp, ": out must be float16 or bfloat16, found Float");
-  args.inputs = out.size(0);
-  args.columns = out.size(1);
+  check_matrix(kOp, out, args);
   check_weight(kOp, qweight, qzeros, scales, g_idx, order, bits, group_size, args);
   launch(kOp, out, [&](void* stream) { return gpu::gptq_dequantize(args, stream); });
 }

@@ -8,6 +8,7 @@
 #include "../../common/dependent.cuh"
 #include "../../common/gpu.cuh"
 #include "../../common/mma.cuh"
+#include "cutting.cuh"
 #include "dequantize.cuh"
 #include "marlin.h"
 
@@ -22,18 +23,6 @@ struct Reciprocal {
 
   explicit Reciprocal(int64_t divisor) : factor((uint64_t(1) << kShift) / uint64_t(divisor) + 1) {}
   __device__ __forceinline__ int divide(int line) const { return int(uint64_t(line) * factor >> kShift); }
-};
-
-// The line cut into parts, the first of which are one longer when it does not divide.
-struct Cutting {
-  int each, longer;
-
-  Cutting(int64_t total, int64_t parts) : each(int(total / parts)), longer(int(total % parts)) {}
-  __device__ int first(int part) const { return part * each + min(part, longer); }
-  __device__ int part_of(int tile) const {
-    const int in_longer = longer * (each + 1);
-    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
-  }
 };
 
 // What a launch decides beside the arguments.
@@ -444,7 +433,7 @@ int start_gemm(const MarlinGemmArgs& a, cudaStream_t stream) {
   int shift = 0;
   while (shift < 30 && 1 << shift < a.group_size) ++shift;
   const int64_t blocks = gemm_blocks(line, splits);
-  const GemmPlan plan{.cutting = Cutting(line, blocks),
+  const GemmPlan plan{.cutting = Cutting(unsigned(line), unsigned(blocks)),
                       .per_input_tile = Reciprocal(tiles(a.k)),
                       .per_token_tile = Reciprocal(token_tiles),
                       .input_tiles = int(tiles(a.k)),

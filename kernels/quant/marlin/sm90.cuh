@@ -9,6 +9,7 @@
 #pragma once
 #include "../../common/gpu.cuh"
 #include "../../common/hopper.cuh"
+#include "cutting.cuh"
 #include "dequantize.cuh"
 #include "marlin.h"
 
@@ -61,26 +62,19 @@ struct Piece {
 // The pieces of a block, which its producers and its consumers go through alike.
 struct Pieces {
   const Plan& plan;
-  int each, longer;  // of the line's parts: tiles, and how many have one more
-  int line, last;    // whole: a column and their number
+  gpu::marlin::Cutting cutting;  // of the line between the blocks
+  int line, last;                // whole: a column and their number
 
-  __device__ explicit Pieces(const Plan& plan) : plan(plan), each(0), longer(0) {
+  __device__ explicit Pieces(const Plan& plan) : plan(plan) {
     const int columns = plan.row_tiles * plan.token_tiles;
     if (plan.whole) {
       line = blockIdx.x;
       last = columns;
     } else {
-      const int total = columns * plan.input_tiles;
-      each = total / gridDim.x;
-      longer = total % gridDim.x;
-      line = first(blockIdx.x);
-      last = first(blockIdx.x + 1);
+      cutting = {unsigned(columns * plan.input_tiles), gridDim.x};
+      line = cutting.first(blockIdx.x);
+      last = cutting.first(blockIdx.x + 1);
     }
-  }
-  __device__ int first(int part) const { return part * each + min(part, longer); }
-  __device__ int part_of(int tile) const {
-    const int in_longer = longer * (each + 1);
-    return tile < in_longer ? tile / (each + 1) : longer + (tile - in_longer) / each;
   }
   __device__ bool next(Piece& piece) {
     if (line >= last) return false;
@@ -378,8 +372,8 @@ __device__ __forceinline__ void consume(const MarlinGemmArgs& a, const Plan& pla
 
     if (piece.first > 0 || piece.end < plan.input_tiles) {
       // The slots of these outputs are the second of the first block, then the others' first.
-      const int start = piece.column * plan.input_tiles, from = pieces.part_of(start);
-      const int parts = pieces.part_of(start + plan.input_tiles - 1) - from + 1;
+      const int start = piece.column * plan.input_tiles, from = pieces.cutting.part_of(start);
+      const int parts = pieces.cutting.part_of(start + plan.input_tiles - 1) - from + 1;
       float* const slot = slots + (2 * int64_t(blockIdx.x) + (piece.first == 0)) * S::kSlotFloats;
 #pragma unroll
       for (int r = 0; r < S::kRowTiles; ++r) {
