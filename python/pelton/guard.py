@@ -317,10 +317,10 @@ def _card_mismatch(
             found = f"GPU {number}, {gpu}; it runs on {', '.join(others)}"
             return found, wanted, hiding(info, machine, os.environ)
         return f"GPU {number}, {gpu}", wanted, ""
-    if driver and least and numbers(driver) < numbers(least):
+    if _driver_is_older(driver, least):
         return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
     least = str(info.get("minimum_driver_ptx", ""))
-    if best[1].startswith("compute_") and driver and least and numbers(driver) < numbers(least):
+    if best[1].startswith("compute_") and _driver_is_older(driver, least):
         found = f"an NVIDIA driver for CUDA {driver} with GPU {number}, {gpu}"
         return (
             found,
@@ -415,7 +415,7 @@ def best_gpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
 
 
 def _driver_is_older(driver: str | None, least: str) -> bool:
-    return bool(driver and least) and numbers(driver or "") < numbers(least)
+    return bool(driver and least and numbers(driver) < numbers(least))
 
 
 def best_cpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:

@@ -339,7 +339,8 @@ def marlin_gemm(
     ``2 ** (bits - 1)``) from :func:`marlin_pack_scales`; the group of input k is ``k // group_size``, where
     ``group_size`` is a multiple of 32, or -1 for one group. ``perm`` int32 [in_features]: input k of ``weight`` is
     input ``perm[k]`` of ``x`` (GPTQ's act-order, with inputs sorted by group). Products of up to 64 inputs are summed
-    in float32 before they are scaled; the order of sums does not depend on timing. ``workspace``: float32,
+    in float32 before they are scaled; on GPUs of compute capability 9.0, with 4 bits and 33 tokens or more, scaled
+    weights are rounded to the dtype instead. The order of sums does not depend on timing. ``workspace``: float32,
     :func:`marlin_workspace_size` elements, zeros before its first use.
     Sources: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference", 2024; Osama et al.,
     "Stream-K", 2023. Only in builds with the feature marlin.

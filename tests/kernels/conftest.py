@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kernel_checks import DEVICE
+from pelton import ops
 
 HERE = Path(__file__).parent
 
@@ -36,3 +37,14 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     with _tensors_on_device(item):
         return (yield)
+
+
+@pytest.fixture(params=[None, "64", "32"], ids=["nvidia", "wave64", "wave32"])
+def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix instructions of NVIDIA, CDNA and RDNA in turn, where they are emulated."""
+    if request.param is None:
+        monkeypatch.delenv("PELTON_EMULATION_WAVE", raising=False)
+    elif ops.backend() != "emulation":
+        pytest.skip("for the emulation")
+    else:
+        monkeypatch.setenv("PELTON_EMULATION_WAVE", request.param)

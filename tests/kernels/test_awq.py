@@ -16,17 +16,6 @@ pytestmark = pytest.mark.skipif(
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(params=[None, "64", "32"], ids=["nvidia", "wave64", "wave32"])
-def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix instructions of NVIDIA, CDNA and RDNA in turn, where they are emulated."""
-    if request.param is None:
-        monkeypatch.delenv("PELTON_EMULATION_WAVE", raising=False)
-    elif ops.backend() != "emulation":
-        pytest.skip("for the emulation")
-    else:
-        monkeypatch.setenv("PELTON_EMULATION_WAVE", request.param)
-
-
 def layer(
     rows: int, columns: int, group_size: int, dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor, Tensor]:

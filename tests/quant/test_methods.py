@@ -217,9 +217,14 @@ def test_marlin(
             method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
             expected = x.double() @ expected_weight.t() + (0 if b is None else b.double())
             size = x.double().abs() @ expected_weight.abs().t() + 1
-            # Many tokens on sm_90: scaled weights are rounded to the dtype.
+            # Many tokens with 4 bits on sm_90: scaled weights are rounded to the dtype.
             rounding = torch.finfo(dtype).eps / 2 * 1.01
-            bound = rounding * expected.abs() + (2.0**-20 + (rounding if tokens > 32 else 0)) * size
+            wgmma = (
+                bits == 4 and tokens > 32 and torch.cuda.get_device_capability() == (9, 0)
+                if ON_GPU
+                else False
+            )
+            bound = rounding * expected.abs() + (2.0**-20 + (rounding if wgmma else 0)) * size
             assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
             assert (wide[:, :n] == 7).all()
 
