@@ -360,6 +360,7 @@ def build_info(plan: Plan, request: Request, root: Path, cmake_version: str) -> 
         "size_budget": plan.size_budget,
         "static_libstdcxx": links_for_floor(plan, request),
         "features": {feature.name: feature.enabled for feature in plan.features},
+        "changed_features": [feature.name for feature in plan.features if feature.changed],
         "toolchain": toolchain,
         "host_pythons": [python.version for python in plan.host_pythons],
         "source_digest": source_digest(root) if request.state == "wheel" else "",

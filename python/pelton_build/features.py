@@ -76,9 +76,10 @@ def resolve_features(
 def feature_label(features: Iterable[Feature]) -> str:
     """What a changed feature set adds to the label: `.fastmath` for one switched on, `.noawq` for one
     switched off."""
-    parts = [
-        ("" if feature.enabled else "no") + re.sub(r"[^a-z0-9]", "", feature.name.lower())
-        for feature in features
-        if feature.changed
-    ]
+    parts = [feature_mark(feature.name, feature.enabled) for feature in features if feature.changed]
     return "".join(f".{part}" for part in sorted(parts))
+
+
+def feature_mark(name: str, enabled: bool) -> str:
+    """What one changed feature is called in a label: `fastmath`, `noawq`."""
+    return ("" if enabled else "no") + re.sub(r"[^a-z0-9]", "", name.lower())

@@ -7,6 +7,7 @@ wheels alone; what a wheel is for stands in its build info.
 from __future__ import annotations
 
 import html
+import shlex
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _main_section(project: str, main: MainIndex, base: str) -> list[str]:
     name, index = html.escape(project), html.escape(f"{base}/simple/")
     lines = ['    <section id="choose">', "    <h2>Let a program choose</h2>"]
     if main.script:
-        script = html.escape(f"{base}/{main.script}")
+        script = html.escape(shlex.quote(f"{base}/{main.script}"))
         lines += [
             f'    <p><a href="{html.escape(main.script)}">{html.escape(main.script)}</a> prints the command for this'
             " machine. It installs nothing and needs nothing but Python; one of</p>",
@@ -164,7 +165,7 @@ def _main_section(project: str, main: MainIndex, base: str) -> list[str]:
             "    <p>Or have uv choose while it installs (experimental, wheel variants). It knows of"
             f" {html.escape(', '.join(main.variants))}; uv does not look for AMD GPUs:</p>",
             "    <pre><code>uv pip install --preview-features wheel-variants --index"
-            f" {index} {name}</code></pre>",
+            f" {html.escape(shlex.quote(f'{base}/simple/'))} {name}</code></pre>",
         ]
     lines.append(
         f'    <p>Index: <a href="simple/">{index}</a>, the wheel that runs on most machines, version'
@@ -180,7 +181,7 @@ def _sections(by_backend: Mapping[str, object]) -> dict[str, tuple[str, str, str
 def _article(project: str, offer: Offer, base: str, is_baseline: bool) -> list[str]:
     newest = offer.newest
     index = f"{base}/p/{urllib.parse.quote(offer.place)}/simple/"
-    command = f'pip install --extra-index-url {index} "{project}=={newest.version}"'
+    command = f'pip install --extra-index-url {shlex.quote(index)} "{project}=={newest.version}"'
     facts = [
         hardware_text(offer.backend, offer.archs),
         f"version {newest.version}",

@@ -43,6 +43,7 @@ from typing import Any
 
 from pelton_build import audit
 from pelton_build.errors import BuildError
+from pelton_build.features import feature_mark
 from pelton_build.front_page import MainIndex, Offer, Release, front_page
 from pelton_build.planning import project_root
 from pelton_build.profile import profile_names
@@ -139,7 +140,7 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
     with audit.OpenedWheel(path) as wheel:
         metadata = wheel.read(f"{wheel.dist_info}/METADATA")
         claims = wheel.claims
-        features = wheel.info.get("features", {})
+        features, changed = wheel.info.get("features", {}), wheel.info.get("changed_features")
         summary, backend = str(wheel.info.get("summary", "")), str(wheel.info.get("backend", ""))
         archs = tuple(map(str, wheel.info.get("archs", ())))
         requires_python = str(wheel.metadata.get("Requires-Python", ""))
@@ -152,6 +153,12 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
             properties = read_variant(wheel.read(f"{wheel.dist_info}/{VARIANT}"), variant, str(path))
         scripts = f"{wheel.dist_info}/entry_points.txt"
         listed = wheel.read(scripts).decode(errors="replace") if scripts in wheel.names else ""
+    if changed is not None and not (
+        isinstance(changed, list) and all(isinstance(name, str) and name in features for name in changed)
+    ):
+        raise IndexBuildError(
+            f"{path}: changed_features of its build info is {changed!r}, which are no features of it"
+        )
     if not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", claims.profile):  # it becomes a folder's name
         raise IndexBuildError(f"{path}: profile {claims.profile!r} is no name of a profile")
     status = path.stat()
@@ -164,7 +171,7 @@ def read_wheel(path: Path) -> tuple[WheelEntry, bytes]:
         project=name,
         version=version,
         profile=claims.profile,
-        place=place_of(claims.profile, claims.label, features),
+        place=place_of(claims.profile, claims.label, features, changed),
         sha256=_sha256_file(path),
         size=status.st_size,
         upload_time=_utc(status.st_mtime),
@@ -197,21 +204,26 @@ def read_wheels(paths: Sequence[Path]) -> Iterator[tuple[WheelEntry, bytes]]:
             raise
 
 
-def place_of(profile: str, label: str, features: Iterable[str]) -> str:
+def place_of(
+    profile: str, label: str, features: Mapping[str, bool], changed: Sequence[str] | None = None
+) -> str:
     """The index that a wheel is on: ``cpu-avx2``, or ``cpu-avx2.fastmath`` when its features differ from the profile's;
     "" stands for ``simple/``, where the wheels without label are.
 
-    The last segments of a label name the features that were changed (``fastmath`` on, ``nomarlin`` off).
+    A wheel of an older build does not say which were changed. Then the last segments of its label do (``fastmath`` on,
+    ``nomarlin`` off), which is wrong where the profile's own label ends like one.
     """
     if not label:
         return ""
+    if changed is not None:
+        return ".".join([profile, *sorted(feature_mark(name, features[name]) for name in changed)])
     marks = {re.sub(r"[^a-z0-9]", "", feature.lower()) for feature in features}
     marks |= {f"no{mark}" for mark in marks}
     segments = label.split(".")
-    changed: list[str] = []
+    ends: list[str] = []
     while len(segments) > 1 and segments[-1] in marks:
-        changed.insert(0, segments.pop())
-    return ".".join([profile, *changed])
+        ends.insert(0, segments.pop())
+    return ".".join([profile, *ends])
 
 
 def _utc(seconds: float) -> str:
@@ -791,7 +803,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if baseline not in known:  # or an index would lose its simple/ to a misspelt name
             raise IndexBuildError(f"unknown baseline profile {baseline!r}{did_you_mean(baseline, known)}")
         report = build_index(
-            find_wheels(options.wheels or [Path("dist")]),
+            find_wheels(options.wheels or [Path("dist")], options.out),
             options.out,
             baseline=baseline,
             yanks=read_yanks(yank) if yank else None,
@@ -804,38 +816,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+# What `pelton-select` takes for an address, too: pelton.guard has the same.
+ADDRESS = re.compile(
+    r"((?i:https?)://([A-Za-z0-9._~%+:-]+@)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:[0-9]{1,5})?"
+    r"|(?i:file)://(localhost)?(?=/))(/[A-Za-z0-9._~%@+,=:-]*)*"
+)
+
+
 def checked_url(url: str) -> str:
     """`url` when it can be an index's address.  Raises IndexBuildError."""
-    parts = urllib.parse.urlsplit(url)
-    if url and (parts.scheme not in ("https", "http", "file") or parts.query or parts.fragment):
+    if url and not ADDRESS.fullmatch(url):
         raise IndexBuildError(f"--url {url!r}: give the index's address, such as https://HOST/PATH")
     return url
 
 
-def find_wheels(places: Iterable[Path]) -> list[Path]:
-    """The wheels among files and below folders.  Raises IndexBuildError for a place that is not there, or not readable."""
+def find_wheels(places: Iterable[Path], out: Path | None = None) -> list[Path]:
+    """The wheels among files and below folders, links followed.
+
+    Args:
+        out: folder of the index: its own copies are no wheels to be indexed, or none would ever go again.
+
+    Raises IndexBuildError for a place that is not there, not readable, or in `out`.
+    """
+    own = None if out is None else out.resolve()
 
     def unreadable(error: OSError) -> None:
         raise IndexBuildError(
             f"{error.filename}: {error.strerror}; make it readable, or name the wheels one by one"
         )
 
+    def below(place: Path) -> Iterator[Path]:
+        seen: set[Path] = set()  # links may lead in a circle
+        for folder, folders, names in os.walk(place, onerror=unreadable, followlinks=True):
+            real = Path(folder).resolve()
+            if real == own or real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            yield from (Path(folder) / name for name in (*folders, *names) if name.lower().endswith(".whl"))
+
     found: list[Path] = []
     for place in places:
-        if place.is_dir():
-            below = (
-                Path(folder) / name
-                for folder, folders, names in os.walk(place, onerror=unreadable)
-                for name in (*folders, *names)
-                if name.endswith(".whl")
+        if own is not None and place.resolve().is_relative_to(own):
+            raise IndexBuildError(
+                f"{place}: lies in the index's own folder {out}; name the folder of the wheels, or another --out"
             )
-            found += sorted(below)
-        elif place.suffix == ".whl" and place.is_file():
+        if place.is_dir():
+            found += sorted(below(place))
+        elif place.suffix.lower() == ".whl" and place.is_file():
             found.append(place)
         else:
             raise IndexBuildError(
                 f"{place}: neither a folder nor a wheel; build one first: nox -s build-<profile>"
             )
+    for path in found:
+        if path.suffix != ".whl":
+            raise IndexBuildError(f"{path}: installers know wheels by .whl in small letters; rename it")
     return found
 
 

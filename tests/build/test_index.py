@@ -131,19 +131,75 @@ def test_pages_say_the_truth_in_both_forms(dist: Path, tmp_path: Path) -> None:
         assert json.loads((root / "index.json").read_text())["projects"] == [{"name": "pelton"}]
 
 
-PLACES = [
-    ("cpu-avx2", "cpu.avx2", "cpu-avx2"),
-    ("cpu-avx2", "cpu.avx2.fastmath", "cpu-avx2.fastmath"),
-    ("cuda-sm90", "cu130.sm90.fastmath.nomarlin", "cuda-sm90.fastmath.nomarlin"),
-    ("cuda-sm90", "cu130.sm90", "cuda-sm90"),
-    ("x", "fastmath", "x"),
-    ("cpu-avx2", "", ""),
+PLACES: list[tuple[str, str, list[str] | None, str]] = [
+    # the label alone, as wheels of older builds have it
+    ("cpu-avx2", "cpu.avx2", None, "cpu-avx2"),
+    ("cpu-avx2", "cpu.avx2.fastmath", None, "cpu-avx2.fastmath"),
+    ("cuda-sm90", "cu130.sm90.fastmath.nomarlin", None, "cuda-sm90.fastmath.nomarlin"),
+    ("cuda-sm90", "cu130.sm90", None, "cuda-sm90"),
+    ("x", "fastmath", None, "x"),
+    ("cpu-avx2", "", None, ""),
+    # with what the build info says was changed
+    ("cpu-fastmath", "cpu.fastmath", [], "cpu-fastmath"),
+    ("cpu-fastmath", "cpu.fastmath.nomarlin", ["marlin"], "cpu-fastmath.nomarlin"),
+    ("cpu-avx2", "cpu.avx2.noawq", [], "cpu-avx2"),
+    ("cuda-sm90", "cu130.sm90.fastmath.nomarlin", ["marlin", "fast-math"], "cuda-sm90.fastmath.nomarlin"),
+    ("cpu-avx2", "", [], ""),
 ]
 
 
-@pytest.mark.parametrize(("profile", "label", "place"), PLACES)
-def test_place(profile: str, label: str, place: str) -> None:
-    assert place_of(profile, label, ["awq", "gptq", "marlin", "fast-math"]) == place
+@pytest.mark.parametrize(("profile", "label", "changed", "place"), PLACES)
+def test_place(profile: str, label: str, changed: list[str] | None, place: str) -> None:
+    features = {"awq": False, "gptq": True, "marlin": False, "fast-math": True}
+    assert place_of(profile, label, features, changed) == place
+
+
+@pytest.mark.parametrize("changed", ["gptq", ["gpqt"], [["gptq"]], {"gptq": 1}, 3])
+def test_changed_features_that_are_none(changed: object, tmp_path: Path) -> None:
+    make_wheel(tmp_path, labelled("cpu-gptq", "cpu.gptq").with_info(changed_features=changed))
+    with pytest.raises(IndexBuildError, match="changed_features"):
+        made(tmp_path, tmp_path / "site")
+
+
+def test_a_profile_whose_label_ends_like_a_feature(dist: Path, tmp_path: Path) -> None:
+    make_wheel(dist / "new", labelled("cpu-gptq", "cpu.gptq").with_info(changed_features=[]))
+    places = made(dist, tmp_path / "site").places
+    assert "p/cpu-gptq/simple" in places and "p/cpu-gptq.gptq/simple" not in places
+
+
+def test_linked_folders_are_followed_once(dist: Path, tmp_path: Path) -> None:
+    plain = [path.name for path in find_wheels([dist])]
+    (tmp_path / "elsewhere").mkdir()
+    (dist / "cpu-avx512").rename(tmp_path / "elsewhere/cpu-avx512")
+    (dist / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/circle").symlink_to(dist)
+    (dist / "self").symlink_to(dist)
+    assert sorted(path.name for path in find_wheels([dist])) == sorted(plain)
+
+
+def test_the_index_in_the_folder_of_the_wheels(dist: Path, tmp_path: Path) -> None:
+    """Its own copies do not keep a wheel that is gone; also when a link leads there."""
+    site = dist / "site"
+    (dist / "linked").symlink_to(site)
+
+    def run() -> index.IndexReport:
+        return build_index(find_wheels([dist], site), site, baseline=BASELINE)
+
+    run()
+    for path in (dist / "cpu-avx512").iterdir():
+        path.unlink()
+    assert not any("avx512" in wheel.file_name for wheel in run().wheels)
+    for place in (site, site / "wheels", dist / "linked"):
+        with pytest.raises(IndexBuildError, match="lies in the index's own folder"):
+            find_wheels([place], site)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_wheel_in_capital_letters(alone: bool, dist: Path) -> None:
+    path = next((dist / "cpu-avx512").iterdir())
+    path = path.rename(path.with_suffix(".WHL"))
+    with pytest.raises(IndexBuildError, match=r"\.WHL: .*rename it"):
+        find_wheels([path if alone else dist])
 
 
 def test_second_run_touches_nothing_and_reads_no_wheel(
@@ -203,7 +259,9 @@ def test_front_page(dist: Path, tmp_path: Path) -> None:
         assert (path / "index.html").is_file() if link.endswith("/") else path.is_file(), link
 
 
-@pytest.mark.parametrize("url", ["example.test/whl", "ftp://example.test", "https://example.test/?a=b"])
+@pytest.mark.parametrize(
+    "url", ["example.test/whl", "ftp://example.test", "https://example.test/?a=b", "http://[::1"]
+)
 def test_an_address_that_is_none(url: str, dist: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pelton_build.index", str(dist), "--out", str(tmp_path / "site")]
     result = subprocess.run([*command, "--url", url], check=False, capture_output=True, text=True)
