@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from pelton import guard, select_wheel
 from pelton._gpus import Gpu
+from pelton.errors import InvalidValueError
 from pelton.guard import Machine, find_mismatch, level_features
 from pelton.select_wheel import as_json, choose, commands, render
 
@@ -216,8 +218,86 @@ def test_on_this_very_machine(installed: Path) -> None:
     assert json.loads(done.stdout)["profile"] == (real.best.profile if real.best else None)
 
 
-def test_wrong_usage(installed: Path) -> None:
-    assert run(installed, "--jsn").returncode == 2
+@pytest.mark.parametrize("arguments", [("--jsn",), ("--json", "--profile-only")])
+def test_wrong_usage(arguments: tuple[str, ...], installed: Path) -> None:
+    done = run(installed, *arguments)
+    assert done.returncode == 2 and not done.stdout
+    assert arguments[-1] in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("form", [(), ("--json",), ("--profile-only",)])
+def test_a_full_disk(form: tuple[str, ...], installed: Path) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pelton.select_wheel", *form],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=installed,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+        )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "RuntimeWarning" not in line]
+    assert any("error: the answer cannot be written: No space left" in line for line in lines)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+ADDRESSES = {
+    "https://example.test": True,
+    "https://example.test/": True,
+    "http://127.0.0.1:8080/whl": True,
+    "http://[::1]:8080/whl/": True,
+    "HTTPS://user:pass%20word@example.test/~a/b@c": True,
+    "file:///srv/index": True,
+    "file://localhost/srv/a%20b": True,
+    "http://[::1": False,
+    "https://": False,
+    "https:///whl": False,
+    "https://example.test:port": False,
+    "example.test/whl": False,
+    "ftp://example.test": False,
+    "file:": False,
+    "file://": False,
+    "file://example.test/whl": False,
+    "https://example.test/a b": False,
+    " https://example.test": False,
+    "https://example.test/\n": False,
+    "https://example.test/;rm": False,
+    "https://example.test/$(id)": False,
+    "https://example.test/`id`": False,
+    "https://example.test/'": False,
+    "https://example.test/?a=b": False,
+    "https://example.test/#a": False,
+    "https://example.test/\u0661": False,
+    "-https://example.test": False,
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses(address: str) -> None:
+    if ADDRESSES[address]:
+        assert guard.checked_address(address, "--index") == address
+        words = shlex.split(commands("cpu-avx2", "0.1.0", address)["pip"])
+        assert words[3] == f"{address.rstrip('/')}/p/cpu-avx2/simple/"
+    else:
+        with pytest.raises(InvalidValueError, match=r"^--index: expected the index's address"):
+            guard.checked_address(address, "--index")
+
+
+def test_the_builder_of_the_index_takes_the_same_addresses() -> None:
+    index = pytest.importorskip("pelton_build.index", reason="the builder is not installed")
+    assert index.ADDRESS.pattern == guard.ADDRESS.pattern
+
+
+def test_a_wrong_address_is_named(installed: Path) -> None:
+    for told, done in {
+        "--index": run(installed, "--index", "https://a b", PELTON_INDEX="https://example.test"),
+        "PELTON_INDEX": run(installed, PELTON_INDEX="https://example.test/;id"),
+    }.items():
+        assert done.returncode == 1 and not done.stdout
+        assert done.stderr.startswith(f"error: {told}: expected the index's address")
 
 
 def test_in_a_source_tree(

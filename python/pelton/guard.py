@@ -32,6 +32,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ __all__ = [
     "best_gpu_profile",
     "check",
     "check_gpu",
+    "checked_address",
     "describe",
     "find_mismatch",
     "hiding",
@@ -159,6 +161,30 @@ def check() -> None:
 def index_address() -> str:
     """The address that `PELTON_INDEX` gives to commands that install; "" when it is not set."""
     return os.environ.get("PELTON_INDEX", "")
+
+
+# An index's address: a scheme, a host (or none for a file) and a path, without what a shell or an installer would read
+# otherwise. The index's builder has the same.
+ADDRESS = re.compile(
+    r"((?i:https?)://([A-Za-z0-9._~%+:-]+@)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9][A-Za-z0-9._-]*)(:[0-9]{1,5})?"
+    r"|(?i:file)://(localhost)?(?=/))(/[A-Za-z0-9._~%@+,=:-]*)*"
+)
+
+
+def checked_address(address: str, told: str) -> str:
+    """`address` when it can be an index's, or is empty.
+
+    Args:
+        told: what gave it, for the error: `--index`.
+
+    Raises:
+        InvalidValueError: it can be none.
+    """
+    if address and not ADDRESS.fullmatch(address):
+        raise InvalidValueError(
+            f"{told}: expected the index's address, such as https://HOST/PATH, found {_shown(address)}"
+        )
+    return address
 
 
 def check_gpu(index: int) -> None:
@@ -391,8 +417,8 @@ def _other_build(info: Mapping[str, Any], machine: Machine, index: str) -> str:
 
 def install_command(profile: str, index: str = "") -> str:
     """The command that replaces the installed build by that of another profile."""
-    address = index.rstrip("/") or "INDEX"
-    command = f"pip install --force-reinstall --no-deps --index-url {address}/p/{profile}/simple/ pelton"
+    address = shlex.quote(f"{index.rstrip('/') or 'INDEX'}/p/{profile}/simple/")
+    command = f"pip install --force-reinstall --no-deps --index-url {address} pelton"
     return command if index else f"{command}   (INDEX: the address that pelton was installed from)"
 
 
@@ -432,7 +458,7 @@ def best_cpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
 
 def numbers(version: str) -> tuple[int, ...]:
     """The first three numbers of a version."""
-    match = re.match(r"\d+(\.\d+)*", version)
+    match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", version)
     parts = tuple(map(int, match[0].split("."))) if match else (0,)
     return (*parts, 0, 0, 0)[:3]
 
@@ -597,9 +623,12 @@ def described_machine(path: Path, real: Machine, environ: Mapping[str, str] | No
     changes: dict[str, Any] = {key: text(data, key) for key in ("system", "machine") if key in data}
     # An empty text says that there is none.
     changes |= {key: text(data, key) or None for key in ("glibc", "rocm") if key in data}
-    for key, version in changes.items():
-        if version and key in ("glibc", "rocm") and not re.match(r"\d+\.\d+", version):
-            raise wrong(f"{key}: expected a version such as '2.28', found {version!r}")
+    for key, value in changes.items():
+        if key in ("glibc", "rocm") and value and not _VERSIONS[key].fullmatch(value):
+            raise wrong(f"{key}: expected a version such as '2.28', or '' for none; found {_shown(value)}")
+        if key in ("system", "machine") and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
+            example = {"system": "linux", "machine": "x86_64"}[key]
+            raise wrong(f"{key}: expected a name such as {example!r}, found {_shown(value)}")
     changes |= _described_torch(data, real, text, wrong)
     if "driver" in data:
         changes |= {"driver": _described_driver(text(data, "driver"), wrong), "gpus": (), "gpu_note": ""}
@@ -633,6 +662,26 @@ def described_machine(path: Path, real: Machine, environ: Mapping[str, str] | No
     return replace(machine, flags=flags, off=off - names(cpu, "without", known))
 
 
+_NUMBERS = r"[0-9]{1,4}(\.[0-9]{1,6}){1,3}"
+_MADE = r"([-+.][0-9A-Za-z]{1,32}){0,4}"  # ROCm's versions end so: 6.4.43482-0f2d60242
+# The versions that a description may hold, as `numbers` reads them.
+_VERSIONS: Mapping[str, re.Pattern[str]] = {
+    "glibc": re.compile(_NUMBERS),
+    "rocm": re.compile(_NUMBERS + _MADE),
+    "torch": re.compile(
+        rf"{_NUMBERS}((a|b|rc)[0-9]{{1,4}})?(\.post[0-9]{{1,4}})?(\.dev[0-9]{{1,8}})?"
+        r"(\+[0-9A-Za-z]{1,32}([._-][0-9A-Za-z]{1,32}){0,4})?"
+    ),
+    "torch-cuda": re.compile(_NUMBERS),
+    "torch-rocm": re.compile(_NUMBERS + _MADE),
+}
+
+
+def _shown(value: str) -> str:
+    """A value in an error, which may be of any length."""
+    return repr(value if len(value) <= 80 else f"{value[:60]}...")
+
+
 _PLATFORMS = (("torch-cuda", "torch_cuda", "CUDA"), ("torch-rocm", "torch_rocm", "ROCm"))
 
 
@@ -646,15 +695,17 @@ def _described_torch(
     if not any(key in data for key in ("torch", "torch-cuda", "torch-rocm")):
         return {}
     version = text(data, "torch") if "torch" in data else (real.torch or "").partition("+")[0]
-    if version and not re.match(r"\d+\.\d+", version):
-        raise wrong(f"torch: expected a version such as '2.12.0+cu130', or '' for none; found {version!r}")
+    if version and "torch" in data and not _VERSIONS["torch"].fullmatch(version):
+        raise wrong(
+            f"torch: expected a version such as '2.12.0+cu130', or '' for none; found {_shown(version)}"
+        )
     builds = {field: text(data, key) or None for key, field, _ in _PLATFORMS if key in data}
     told = _torch_builds(version or None)
     for key, field, name in _PLATFORMS:
         given = builds.get(field)
-        if given and not re.match(r"\d+\.\d+", given):
+        if given and not _VERSIONS[key].fullmatch(given):
             raise wrong(
-                f"{key}: expected a version of {name} such as '13.0', or '' for none; found {given!r}"
+                f"{key}: expected a version of {name} such as '13.0', or '' for none; found {_shown(given)}"
             )
         if field in builds and field in told and numbers(given or "")[:2] != numbers(told[field] or "")[:2]:
             made = f"{name} {told[field]}" if told[field] else f"no {name}"
@@ -670,18 +721,18 @@ def _described_torch(
 def _torch_builds(version: str | None) -> Mapping[str, str | None]:
     """What the end of a version says of the platform that torch was built for: `2.12.0+cu130`."""
     end = (version or "+cpu").partition("+")[2]
-    if match := re.fullmatch(r"cu(\d+)(\d)", end):
+    if match := re.fullmatch(r"cu([0-9]{1,4})([0-9])", end):
         return {"torch_cuda": f"{match[1]}.{match[2]}", "torch_rocm": None}
-    if match := re.fullmatch(r"rocm([\d.]+)", end):
+    if match := re.fullmatch(r"rocm([0-9.]+)", end):
         return {"torch_cuda": None, "torch_rocm": match[1]}
     return {"torch_cuda": None, "torch_rocm": None} if end == "cpu" else {}
 
 
 def _described_driver(text: str, wrong: Callable[[str], InvalidValueError]) -> str:
-    if text and (not re.fullmatch(r"\d+\.\d+", text) or numbers(text)[0] >= 100):
+    if text and not re.fullmatch(r"[0-9]{1,2}\.[0-9]{1,2}", text):
         raise wrong(
             f"driver: expected the CUDA version that the driver supports, such as '13.0' (nvidia-smi shows it), or "
-            f"'' for no driver; found {text!r}"
+            f"'' for no driver; found {_shown(text)}"
         )
     return text
 
@@ -697,13 +748,14 @@ def _described_gpus(entries: object, wrong: Callable[[str], InvalidValueError]) 
                 known = f"{did_you_mean(key, _GPU_KEYS)}; known: {', '.join(_GPU_KEYS)}"
                 raise wrong(f"unknown key {where + '.' + key!r}{known}")
         arch, name, count = entry.get("arch"), entry.get("name", ""), entry.get("count", 1)
-        if not isinstance(arch, str) or not re.fullmatch(r"sm_\d{2,3}|gfx[0-9a-f]{3,4}", arch):
+        if not isinstance(arch, str) or not re.fullmatch(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}", arch):
             raise wrong(f"{where}.arch: expected a GPU's arch such as 'sm_90' or 'gfx90a', found {arch!r}")
-        if not isinstance(name, str):
-            raise wrong(f"{where}.name: expected text, found {name!r}")
+        if not isinstance(name, str) or not name.isprintable() or len(name) > 200:  # it is shown to a person
+            found = _shown(name) if isinstance(name, str) else repr(name)
+            raise wrong(f"{where}.name: expected text of printable characters, found {found}")
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 1024:
             raise wrong(f"{where}.count: expected a number from 1 to 1024, found {count!r}")
-        memory = re.fullmatch(r"(\d{1,6}) ?([MGT])iB", str(entry.get("memory", "0 GiB")))
+        memory = re.fullmatch(r"([0-9]{1,6}) ?([MGT])iB", str(entry.get("memory", "0 GiB")))
         if memory is None:
             raise wrong(f"{where}.memory: expected a size such as '80 GiB', found {entry['memory']!r}")
         size = int(memory[1]) << {"M": 20, "G": 30, "T": 40}[memory[2]]

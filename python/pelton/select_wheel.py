@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -145,8 +146,8 @@ def commands(profile: str, version: str, index: str) -> dict[str, str]:
     wanted = f'"pelton=={public}"'
     return {
         "index_url": url,
-        "pip": f"pip install --extra-index-url {url} {wanted}",
-        "uv": f"uv pip install --index {url} {wanted}",
+        "pip": f"pip install --extra-index-url {shlex.quote(url)} {wanted}",
+        "uv": f"uv pip install --index {shlex.quote(url)} {wanted}",
     }
 
 
@@ -199,11 +200,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Say which wheel of pelton is for this machine, and the command that installs it.",
         epilog="Exit code: 0 a build fits, 1 an error, 2 wrong usage, 3 no build fits.",
     )
-    parser.add_argument("--json", action="store_true", help="for machines")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--index", default="", metavar="URL", help="the index's address (else PELTON_INDEX)")
-    parser.add_argument(
-        "--profile-only", action="store_true", help="print the profile's name and nothing else"
-    )
+    form.add_argument("--profile-only", action="store_true", help="print the profile's name and nothing else")
     options = parser.parse_args(arguments)
     try:
         from . import build_info
@@ -212,12 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise PeltonError(
                 "this is a source tree without a build, which knows no profiles; install a wheel"
             )
+        index = guard.checked_address(options.index, "--index") or guard.checked_address(
+            guard.index_address(), "PELTON_INDEX"
+        )
         info = build_info.as_dict()
         choice = choose(info, guard.this_machine(gpus=True))
     except PeltonError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    index = options.index or guard.index_address()
     if options.json:
         text = json.dumps(as_json(choice, build_info.version, index), indent=2)
     elif options.profile_only:
@@ -227,8 +229,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
+    except OSError as error:
+        _close_output()
+        sys.stderr.write(f"error: the answer cannot be written: {error.strerror or error}\n")
+        return 1
     return NOTHING_FITS if choice.best is None else 0
+
+
+def _close_output() -> None:
+    """Let what is still to be written go nowhere, or Python fails at it once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Collection
 
 from .. import _library, build_info, guard
@@ -160,9 +161,9 @@ def missing_feature(what: str, feature: str) -> MissingFeature:
     profile, label = build_info.profile, build_info.label
     install = f"pip install --force-reinstall --no-deps . -C profile={profile} -C feature.{feature}=on   (in the source tree)"
     if f"no{feature}" in label.split("."):  # switched off: the wheel that everybody gets has it
-        address = guard.index_address().rstrip("/") or "INDEX"
+        url = f"{guard.index_address().rstrip('/') or 'INDEX'}/p/{profile}/simple/"
         note = "" if guard.index_address() else "INDEX: the address that pelton was installed from; "
-        command = f"pip install --force-reinstall --no-deps --index-url {address}/p/{profile}/simple/ pelton"
+        command = f"pip install --force-reinstall --no-deps --index-url {shlex.quote(url)} pelton"
         install = f"{command}   ({note}the usual wheel of this profile has it), or {install}"
     return MissingFeature(
         f"{what}, and this build of pelton (profile {profile}, label {label}) does not have it",
