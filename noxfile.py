@@ -579,7 +579,7 @@ def installers(session: nox.Session) -> None:
 
 @nox.session(tags=["check"])
 def hip_headers(session: nox.Session) -> None:
-    """Compile the kernels with headers of other HIP versions: -- [--hip REPOSITORY --clr REPOSITORY] [VERSION...].
+    """Compile the kernels with headers of other HIP versions: -- [--hip REPOSITORY --clr REPOSITORY] [VERSION | FOLDER]...
 
     It needs a HIP compiler, and the network or copies of AMD's repositories HIP and clr.
     """

@@ -1,9 +1,10 @@
 """The GPU sources against the headers of other HIP versions than this machine's: they have to compile with each.
 
-    python -m pelton_build hip-headers --torch FOLDER --work FOLDER [--hip URL] [--clr URL] VERSION...
+    python -m pelton_build hip-headers --torch FOLDER --work FOLDER [--hip URL] [--clr URL] [VERSION | FOLDER]...
 
-The headers are those of AMD's repositories HIP and clr at the tags of ROCm releases. HIP's compiler checks every source of
-the plan of each ROCm profile against them, for host and GPU, and makes no code.
+The headers are those of AMD's repositories HIP and clr at the tags of ROCm releases, or of a folder such as
+`/opt/rocm-7.1.0`. HIP's compiler checks every source of the plan of each ROCm profile against them, for host and GPU, and
+makes no code.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from .profile import load_profile, profile_names
 from .settings import environment, scrubbed
 from .toolchain import run_limited
 
-__all__ = ["RELEASES", "main", "unpack_headers", "version_files"]
+__all__ = ["RELEASES", "main", "own_headers", "unpack_headers", "version_files"]
 
-RELEASES = ("5.7.1", "6.0.2", "6.2.2")
+RELEASES = ("5.7.1", "6.0.2", "6.2.2", "6.4.1", "7.1.0")
 HIP = "https://github.com/ROCm/HIP"
 CLR = "https://github.com/ROCm/clr"
 LIMIT = 600.0
@@ -55,6 +56,13 @@ def version_files(version: str) -> dict[str, str]:
         "include/hip/hip_version.h": f"#pragma once\n{header}#define __HIP_HAS_GET_PCH 1\n",
         "share/hip/version": "".join(f"HIP_VERSION_{name}={number}\n" for name, number in numbers.items()),
     }
+
+
+def own_headers(folder: Path) -> Path:
+    """A folder of HIP's headers that is there already.  Raises HeadersError."""
+    if not (folder / "include/hip/hip_version.h").is_file():
+        raise HeadersError(f"{folder} has no include/hip/hip_version.h; name the folder of a ROCm")
+    return folder.absolute()
 
 
 def unpack_headers(repository: Path, tag: str, folder: str, root: Path) -> None:
@@ -140,23 +148,32 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder to work in")
     parser.add_argument("--hip", default=HIP, help="repository with the API's headers: a URL or a folder")
     parser.add_argument("--clr", default=CLR, help="repository with AMD's implementation: a URL or a folder")
-    parser.add_argument("versions", nargs="*", default=list(RELEASES), metavar="VERSION")
+    parser.add_argument(
+        "versions",
+        nargs="*",
+        default=list(RELEASES),
+        metavar="VERSION",
+        help=f"of ROCm, or a folder with include/hip (default: {' '.join(RELEASES)})",
+    )
     options = parser.parse_args(arguments)
     root, work = project_root(), options.work.absolute()
-    files = {version: version_files(version) for version in options.versions}
+    folders = {name: own_headers(Path(name)) for name in options.versions if "/" in name}
+    files = {name: version_files(name) for name in options.versions if name not in folders}
     plans = list(_plans(root))
     names = with_headers(root, dict.fromkeys(name for plan in plans for name in hip_sources(plan)))
     for name in names:
         write_atomically(
             work / "hipified" / hipified_name(name), hipify_text(root / name, name, options.torch)
         )
-    hip, clr = _clone(options.hip, work / "HIP.git"), _clone(options.clr, work / "clr.git")
-    for version, made in files.items():
-        headers = work / version
-        unpack_headers(hip, f"rocm-{version}", "include", headers)
-        unpack_headers(clr, f"rocm-{version}", "hipamd/include", headers)
-        for name, text in made.items():
-            write_atomically(headers / name, text)
+    if files:
+        hip, clr = _clone(options.hip, work / "HIP.git"), _clone(options.clr, work / "clr.git")
+    for version in dict.fromkeys(options.versions):
+        headers = folders.get(version, work / version)
+        if version in files:
+            unpack_headers(hip, f"rocm-{version}", "include", headers)
+            unpack_headers(clr, f"rocm-{version}", "hipamd/include", headers)
+            for name, text in files[version].items():
+                write_atomically(headers / name, text)
         for plan in plans:
             count = _check(plan, work / "hipified", headers, work / "device_libs", version)
             sys.stdout.write(f"HIP {version}: {count} sources of {plan.profile} compile\n")

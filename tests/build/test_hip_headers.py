@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pelton_build.hip_headers import RELEASES, HeadersError, unpack_headers, version_files
+from pelton_build.hip_headers import RELEASES, HeadersError, own_headers, unpack_headers, version_files
 from pelton_build.toolchain import _rocm_version
 
 
@@ -24,6 +24,15 @@ def test_the_version_is_what_a_rocm_says(tmp_path: Path, version: str) -> None:
 def test_what_is_no_release(version: str) -> None:
     with pytest.raises(HeadersError, match="is no ROCm release; write it as"):
         version_files(version)
+
+
+def test_headers_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(HeadersError, match=r"has no include/hip/hip_version.h; name the folder of a ROCm"):
+        own_headers(tmp_path)
+    header = tmp_path / "include/hip/hip_version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("")
+    assert own_headers(tmp_path) == tmp_path
 
 
 def test_headers_of_a_tag(tmp_path: Path) -> None:
