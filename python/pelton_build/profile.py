@@ -334,8 +334,10 @@ def _check(profile: Profile) -> None:
         raise ProfileError(
             f"{shown}: ci.timeout-minutes: must be at least 1, found {profile.ci.timeout_minutes}"
         )
-    if not profile.ci.runner.strip():
-        raise ProfileError(f"{shown}: ci.runner: names no runner")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", profile.ci.runner):
+        raise ProfileError(
+            f"{shown}: ci.runner: expected the name of a runner such as 'ubuntu-24.04', found {profile.ci.runner!r}"
+        )
     if profile.ci.container and not re.search(r"@sha256:[0-9a-f]{64}$", profile.ci.container):
         raise ProfileError(
             f"{shown}: ci.container: {profile.ci.container!r} can be another image tomorrow; name it with its digest, "

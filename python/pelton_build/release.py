@@ -105,6 +105,8 @@ def tree_problems(version: str, tag: str | None, *, tagged: bool) -> tuple[str, 
             problems.append(
                 f"tag {tag!r} stands for version {parsed}, but this source is {version}; check out the tagged commit"
             )
+    elif tagged and Tag.parse(f"v{version}") is not None:
+        problems.append(f"no tag was named; this source is version {version}: --tag v{version}")
     elif tagged:
         problems.append(
             f"this commit has no tag of a version (the source is {version}); tag it (git tag v...), or rehearse: --dry-run"

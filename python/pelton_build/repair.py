@@ -8,7 +8,6 @@ thrown away.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from .errors import BuildError
 from .settings import environment
+from .wheel_info import read_build_info
 
 __all__ = ["RepairError", "check", "main"]
 
@@ -75,13 +75,11 @@ def check(wheel: Path) -> str:
 
 
 def _platform(wheel: Path) -> str:
-    """The platform that the wheel's build info names. Raises RepairError."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = [n for n in archive.namelist() if n.endswith("/_build_info.json") and n.count("/") == 1]
-            return str(json.loads(archive.read(name))["plan"]["platform_tag"])
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError) as error:
-        raise RepairError(f"{wheel}: not a wheel of this build ({error!r})") from None
+    """The platform that the wheel's build info names.  Raises RepairError, WheelError."""
+    tag = read_build_info(wheel)["plan"].get("platform_tag")
+    if not isinstance(tag, str):
+        raise RepairError(f"{wheel}: its plan names no platform; build the wheel again")
+    return tag
 
 
 def _binaries(wheel: Path) -> Mapping[str, str]:

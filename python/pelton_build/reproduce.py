@@ -30,6 +30,7 @@ from pathlib import Path
 from .errors import BuildError
 from .planning import make_plan, project_root, write_atomically
 from .settings import environment
+from .wheel_info import read_build_info
 
 __all__ = ["Builder", "ReproduceError", "build_elsewhere", "differences", "main", "other_user"]
 
@@ -185,14 +186,9 @@ def _attributes(a: zipfile.ZipInfo, b: zipfile.ZipInfo) -> str:
 
 
 def settings_of(wheel: Path) -> dict[str, str]:
-    """The config settings that make the wheel again, from its build info. Raises ReproduceError."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            (name,) = [n for n in archive.namelist() if n.endswith("/_build_info.json") and n.count("/") == 1]
-            info = json.loads(archive.read(name))
-        return {"profile": str(info["profile"]), **({} if info["label"] else {"label": "off"})}
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
-        raise ReproduceError(f"{wheel}: not a wheel of this build ({error!r})") from None
+    """The config settings that make the wheel again, from its build info.  Raises WheelError."""
+    info = read_build_info(wheel)
+    return {"profile": info["profile"], **({} if info["label"] else {"label": "off"})}
 
 
 def reproduce(root: Path, wheel: Path) -> str:

@@ -47,6 +47,18 @@ PROFILE, DEVICE, TORCH_DIR, JOBS = "PELTON_PROFILE", "PELTON_TARGET_DEVICE", "PE
 PROFILE_FILE = "<profile>"  # stands in a note for the file of the profile, which is not known yet
 VERSION = "PELTON_VERSION"  # read by `version`
 
+# What people look for among the settings, and the profile says.
+_SAID_BY_PROFILE = (
+    "archs",
+    "backend",
+    "cuda",
+    "glibc",
+    "rocm",
+    "size-budget",
+    "target",
+    "toolchain",
+    "wheel",
+)
 # Config settings of the backend that ours wraps: the first part of the dotted key.
 _WRAPPED = (
     "build",
@@ -258,6 +270,8 @@ def _command_line(
         elif key.removeprefix("skbuild.").split(".")[0] not in _WRAPPED:
             close = nearest(key, [*ours, *_WRAPPED])
             hint = f"; did you mean '{option}{close}'?" if close else ";"
+            if nearest(key.split(".")[0], _SAID_BY_PROFILE, cutoff=0.8):
+                hint = "; what is built for which hardware is said by the profile, a file of build_profiles/;"
             raise ChoiceError(f"{option}{key}: unknown setting {key!r}{hint} known: {', '.join(ours)}")
         elif match := _PLAN_DEFINITIONS.search(
             f"{key.rpartition('.')[2]}={value}" if ".define." in key else str(value)

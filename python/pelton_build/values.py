@@ -76,7 +76,7 @@ def parse_switch(text: str) -> bool:
     try:
         return _SWITCH[text.strip().lower()]
     except KeyError:
-        close = nearest(text, _SWITCH, cutoff=0.5)
+        close = nearest(text, _SWITCH, cutoff=0.7)
         hint = f"; did you mean {close!r}?" if close else ";"
         raise ValueError(
             f"{text!r} is neither on nor off{hint} allowed: on, off, 1, 0, true, false, yes, no"

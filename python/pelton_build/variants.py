@@ -21,11 +21,13 @@ import logging
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import BuildError
+from .wheel_info import read_build_info
 
 __all__ = [
     "FILE",
@@ -131,25 +133,31 @@ def make_variant(wheel: Path, folder: Path) -> Path:
     """Make the variant wheel of a finished wheel without label; returns its path.
 
     Raises VariantError: the wheel has a label, is a variant already, its profile has no variant properties, or it is no
-    wheel of this build.
+    wheel of this build (WheelError).
     """
     name, label = split_file_name(wheel.name)
     if label:
         raise VariantError(f"{wheel}: is a variant wheel already")
     try:
+        info = read_build_info(wheel)
         with zipfile.ZipFile(wheel) as archive:
             members = archive.infolist()
             content = {member.filename: archive.read(member) for member in members}
-    except (OSError, zipfile.BadZipFile, ValueError) as error:
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError) as error:
         raise VariantError(f"{wheel}: not a readable wheel ({error})") from None
+    profile, own = info["profile"], info["label"]
+    records = [m for m in content if m.count("/") == 1 and m.endswith(".dist-info/RECORD")]
+    if len(records) != 1:
+        raise VariantError(
+            f"{wheel}: has {len(records)} files .dist-info/RECORD, a wheel has one; build it again"
+        )
+    record = records[0]
     try:
-        (record,) = [m for m in content if m.count("/") == 1 and m.endswith(".dist-info/RECORD")]
-        (info_path,) = [m for m in content if m.count("/") == 1 and m.endswith("/_build_info.json")]
-        info = json.loads(content[info_path])
-        profile, own = str(info["profile"]), str(info["label"])
         properties = properties_of(info["plan"].get("variant", {}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise VariantError(f"{wheel}: not a wheel of this build ({error!r})") from None
+    except (TypeError, AttributeError, ValueError):
+        raise VariantError(
+            f"{wheel}: plan.variant of its build info is no table of lists; build it again"
+        ) from None
     if own:
         raise VariantError(
             f"{wheel}: has the label {own}; a variant is made of the wheel without label, -C label=off"

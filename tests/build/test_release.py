@@ -52,6 +52,7 @@ ROW = Row(
         ("0.3.0", "v0.3", True, []),  # one version in two spellings
         ("0.3.1.dev4+g1a2b3c4d5e", None, False, []),  # a rehearsal
         ("0.3.1.dev4+g1a2b3c4d5e", None, True, ["no tag", "0.3.1.dev4", "--dry-run"]),
+        ("0.3.0", None, True, ["no tag was named", "--tag v0.3.0"]),
         ("0.3.1.dev4+g1a2b3c4d5e", "v0.3.0", True, ["v0.3.0", "0.3.1.dev4", "check out"]),
         ("0.3.1.dev4+g1a2b3c4d5e", "v0.3.0", False, ["v0.3.0", "0.3.1.dev4"]),
         ("0.3.1.dev4+g1a2b3c4d5e.dirty", None, False, ["no commit holds", ".dirty", "git status"]),
@@ -163,7 +164,7 @@ def test_the_command_prints_the_version_or_why_not(
     assert main(["release", "--root", str(tree), "--tag", "v0.3.1"]) == 1
     assert "v0.3.1" in capsys.readouterr().err
     assert main(["release", "--root", str(tree)]) == 1
-    assert "--dry-run" in capsys.readouterr().err
+    assert "--tag v0.3.0" in capsys.readouterr().err
 
 
 # --- all of it, with a workshop that compiles nothing ---------------------------------------------------------------

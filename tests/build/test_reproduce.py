@@ -24,6 +24,7 @@ from pelton_build.reproduce import (
     reproduce,
     settings_of,
 )
+from pelton_build.wheel_info import WheelError
 
 
 def archive(path: Path, members: dict[str, bytes], **attributes: object) -> Path:
@@ -87,10 +88,25 @@ def test_the_section_of_a_binary_is_named(tmp_path: Path) -> None:
 def test_no_wheel_of_ours(tmp_path: Path) -> None:
     path = tmp_path / "x.whl"
     path.write_bytes(b"PK")
-    with pytest.raises(ReproduceError, match=r"x\.whl: not a wheel of this build"):
+    with pytest.raises(WheelError, match=r"x\.whl: not a readable wheel \("):
         settings_of(path)
-    with pytest.raises(ReproduceError, match="not a wheel of this build"):
-        settings_of(archive(path, MEMBERS))
+    with pytest.raises(WheelError, match=r"x\.whl: not a readable wheel \(No such file"):
+        settings_of(tmp_path / "none" / "x.whl")
+    info = "p/_build_info.json"
+    for content, said in {
+        "": "not a readable wheel",
+        "[]": "has no profile",
+        '{"profile": "p", "label": 3}': "has no label",
+        '{"profile": "p", "label": ""}': "has no plan",
+    }.items():
+        with pytest.raises(WheelError, match=said):
+            settings_of(archive(path, {**MEMBERS, info: content.encode()}))
+    good = b'{"profile": "p", "label": "", "plan": {}}'
+    assert settings_of(archive(path, {**MEMBERS, info: good})) == {"profile": "p", "label": "off"}
+    with pytest.raises(WheelError, match=r"has the build infos p/_build_info\.json, q/_build_info\.json"):
+        settings_of(archive(path, {**MEMBERS, info: good, "q/_build_info.json": good}))
+    with pytest.raises(WheelError, match=r"has no _build_info\.json; name a wheel that nox -s"):
+        settings_of(archive(path, {**MEMBERS, "a/b/_build_info.json": good}))
 
 
 def test_only_root_becomes_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,8 @@ def test_what_lost_is_kept() -> None:
         ({"feature.marlin": ["on", "off"]}, {}, "with different values: 'on', 'off'"),
         ({"feature.marlin": ""}, {}, "the value is empty"),
         ({"jobs": "0"}, {}, "-C jobs: '0' is no number of jobs"),
+        ({"feature.awq": "maybe"}, {}, "-C feature.awq: 'maybe' is neither on nor off; allowed: on,"),
+        ({"archs": "sm_90"}, {}, "-C archs: unknown setting 'archs'; what is built for which hardware is said by the profile"),
         ({"label": "cu130"}, {}, "-C label: 'cu130' is neither on nor off"),
         ({"cmake.define.PELTON_PROFILE": "x"}, {}, "PELTON_PROFILE follows from the plan; say it with -C profile=NAME"),
         ({"cmake.args": ["-DX=1", "-DPELTON_PROFILE=x"]}, {}, "-C cmake.args: PELTON_PROFILE follows from the plan"),

@@ -13,6 +13,7 @@ import pytest
 
 from pelton_build import variants
 from pelton_build.audit import audit_wheel
+from pelton_build.errors import BuildError
 from pelton_build.index import IndexBuildError, build_index, find_wheels
 from pelton_build.profile import load_profile, profile_names
 from pelton_build.variants import (
@@ -24,6 +25,7 @@ from pelton_build.variants import (
     split_file_name,
     variant_label,
 )
+from pelton_build.wheel_info import WheelError
 from wheel_factory import WheelParts, cuda, make_wheel, unlabelled
 
 pytest.importorskip(
@@ -108,7 +110,7 @@ REFUSED: dict[str, tuple[WheelParts, str]] = {
     "with a label": (WheelParts(), "has the label cpu.avx2"),
     "without properties": (plain(properties={}), r"profile cpu-avx2 has no table \[variant\]"),
     "an unknown namespace": (plain(properties={"vulkan": {"level": ["1"]}}), "variant.vulkan: unknown namespace; known: nvidia"),
-    "no build info": (plain().but(without=("pelton/_build_info.json",)), "not a wheel of this build"),
+    "no build info": (plain().but(without=("pelton/_build_info.json",)), "has no _build_info.json; name a wheel that nox -s"),
     "a variant": (plain().but(file_name=f"{PLAIN}-cpu_avx2.whl"), "is a variant wheel already"),
 }  # fmt: skip
 
@@ -117,7 +119,7 @@ REFUSED: dict[str, tuple[WheelParts, str]] = {
 def test_refused_and_nothing_made(case: str, tmp_path: Path) -> None:
     parts, message = REFUSED[case]
     wheel = make_wheel(tmp_path, parts)
-    with pytest.raises(VariantError, match=message):
+    with pytest.raises(BuildError, match=message):
         make_variant(wheel, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
 
@@ -125,7 +127,7 @@ def test_refused_and_nothing_made(case: str, tmp_path: Path) -> None:
 def test_a_file_that_is_no_wheel(tmp_path: Path) -> None:
     path = tmp_path / f"{PLAIN}.whl"
     path.write_bytes(b"PK")
-    with pytest.raises(VariantError, match="not a readable wheel"):
+    with pytest.raises(WheelError, match="not a readable wheel"):
         make_variant(path, tmp_path / "out")
     with pytest.raises(VariantError, match="not a readable wheel"):
         differences(path, path)

@@ -1,0 +1,45 @@
+"""The build info of a finished wheel, for the steps that begin with one."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import BuildError
+
+__all__ = ["WheelError", "read_build_info"]
+
+
+class WheelError(BuildError):
+    """A file that should be a wheel of this build is none."""
+
+
+def _member(archive: zipfile.ZipFile, wheel: Path) -> str:
+    """The name of the build info in a wheel.  Raises WheelError when it has none, or several."""
+    found = [n for n in archive.namelist() if n.endswith("/_build_info.json") and n.count("/") == 1]
+    if len(found) != 1:
+        has = f"the build infos {', '.join(sorted(found))}" if found else "no _build_info.json"
+        raise WheelError(f"{wheel}: has {has}; name a wheel that nox -s build-<profile> made")
+    return found[0]
+
+
+def read_build_info(wheel: Path) -> Mapping[str, Any]:
+    """The build info of a wheel: at least its profile, its label and its plan.
+
+    Raises WheelError: the file is not there, is no wheel, or no wheel of this build.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = _member(archive, wheel)
+            info: dict[str, Any] = json.loads(archive.read(name))
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError) as error:
+        said = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        raise WheelError(f"{wheel}: not a readable wheel ({said})") from None
+    for key, kind in {"profile": str, "label": str, "plan": dict}.items():
+        if not isinstance(info, dict) or not isinstance(info.get(key), kind):
+            raise WheelError(f"{wheel}: {name} has no {key}; build the wheel again")
+    return info
