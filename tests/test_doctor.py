@@ -114,6 +114,9 @@ CASES: dict[str, tuple[str, Mapping[str, Any], Machine, Mapping[str, str], str, 
     "no variable": ("variables", AVX2, machine(), {}, "ok", "none"),
     "a GPU that another build is made for": (
         "gpu speed", SM80, machine(torch_cuda="13.0", driver="13.1", gpus=(H200,)), {}, "note", "GPU 0, H200 (sm_90), runs this build's code for compute_80"),
+    "a GPU that another build is made for, which its driver does not run": (
+        "gpu speed", {**SM80, "profiles": [{**p, "minimum_driver": "13.2"} for p in PROFILES]},
+        machine(torch_cuda="13.0", driver="13.1", gpus=(H200,)), {}, "ok", "no build is nearer"),
     "a GPU that this build is made for": ("gpu speed", SM90, machine(torch_cuda="13.0", driver="13.1", gpus=(H200,)), {}, "ok", "no build is nearer"),
     "features": ("features", {**AVX2, "label": "cpu.avx2", "features": {"awq": True, "fast-math": False}}, machine(), {}, "ok", "on: awq; off: fast-math"),
     "a feature that was switched off": (

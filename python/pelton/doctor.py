@@ -565,6 +565,7 @@ def check_gpu_speed(at: Context) -> Iterator[Finding]:
             (best[0], str(other["profile"]))
             for other in at.build.get("profiles", ())
             if (best := fit(map(str, other["archs"]), gpu)) is not None
+            and not guard.driver_is_older(at.machine.driver, str(other.get("minimum_driver", "")))
         ]
         if own is not None and others and min(others)[0] < own[0]:
             slower.append((index, gpu, own[1], min(others)[1]))

@@ -53,6 +53,7 @@ __all__ = [
     "check_gpu",
     "checked_address",
     "describe",
+    "driver_is_older",
     "find_mismatch",
     "hiding",
     "index_address",
@@ -343,10 +344,10 @@ def _card_mismatch(
             found = f"GPU {number}, {gpu}; it runs on {', '.join(others)}"
             return found, wanted, hiding(info, machine, os.environ)
         return f"GPU {number}, {gpu}", wanted, ""
-    if _driver_is_older(driver, least):
+    if driver_is_older(driver, least):
         return f"an NVIDIA driver for CUDA {driver}", _driver(least), f"install {_driver(least)}"
     least = str(info.get("minimum_driver_ptx", ""))
-    if best[1].startswith("compute_") and _driver_is_older(driver, least):
+    if best[1].startswith("compute_") and driver_is_older(driver, least):
         found = f"an NVIDIA driver for CUDA {driver} with GPU {number}, {gpu}"
         return (
             found,
@@ -432,7 +433,7 @@ def best_gpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
             for other in info.get("profiles", ())
             if other["backend"] == gpu.backend and other["profile"] != info["profile"]
             if gpu.backend != "cuda"
-            or not _driver_is_older(machine.driver, str(other.get("minimum_driver", "")))
+            or not driver_is_older(machine.driver, str(other.get("minimum_driver", "")))
             if (best := fit(map(str, other["archs"]), gpu)) is not None
         ]
         if fitting:
@@ -440,7 +441,8 @@ def best_gpu_profile(info: Mapping[str, Any], machine: Machine) -> str | None:
     return None
 
 
-def _driver_is_older(driver: str | None, least: str) -> bool:
+def driver_is_older(driver: str | None, least: str) -> bool:
+    """Whether a driver, by the CUDA version that it supports, is known to be older than a build needs."""
     return bool(driver and least and numbers(driver) < numbers(least))
 
 

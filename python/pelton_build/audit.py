@@ -46,6 +46,7 @@ from pelton_build.audit_input import (
     AuditError,
     CannotRun,
     Finding,
+    NothingThere,
     OpenedWheel,
     require,
 )
@@ -116,12 +117,13 @@ COMPILER_LIMITS: Mapping[tuple[int, int], Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check gave: findings, or the reason why it could not run."""
+    """What one check gave: findings, or the reason why it could not run, or what is not there to be checked."""
 
     name: str
     summary: str
     findings: tuple[Finding, ...] = ()
     skipped: str = ""
+    nothing: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class AuditReport:
                     "check": r.name,
                     "summary": r.summary,
                     "skipped": r.skipped or None,
+                    "nothing": r.nothing or None,
                     "findings": [{"file": f.file, "found": f.found, "needed": f.needed} for f in r.findings],
                 }
                 for r in self.results
@@ -247,6 +250,8 @@ def check_variant(wheel: OpenedWheel) -> Iterator[Finding]:
             "none: the file's name has no variant label" if there else f"the properties of variant {label}"
         )
         yield Finding("variant", file, "properties" if there else "none", needed)
+    if not there and not label:
+        raise NothingThere("no variant wheel")
     if not there or not label:
         return
     expected = variant_label(wheel.claims.profile)
@@ -699,10 +704,15 @@ def audit_wheel(path: Path, only: Collection[str] | None = None) -> AuditReport:
         for name, (function, summary) in CHECKS.items():
             if only is not None and name not in only:
                 continue
+            findings: list[Finding] = []
+            skipped = nothing = ""
             try:
-                results.append(CheckResult(name, summary, findings=tuple(function(wheel))))
+                findings.extend(function(wheel))
             except CannotRun as reason:
-                results.append(CheckResult(name, summary, skipped=str(reason)))
+                skipped = str(reason)
+            except NothingThere as reason:
+                nothing = str(reason)
+            results.append(CheckResult(name, summary, tuple(findings), skipped, nothing))
         kernels: tuple[KernelUse, ...] = ()
         with contextlib.suppress(CannotRun, FatbinError):  # the check `archs` says so
             kernels = kernel_uses(wheel)
@@ -720,14 +730,17 @@ def render(report: AuditReport, every_kernel: bool = False) -> None:
     for column in ("check", "result", "what it looks at, what it found"):
         table.add_column(column, overflow="fold")
     for result in report.results:
-        if result.skipped:
-            outcome = Text("could not run", style="yellow")
-            lines = [result.skipped]
-        elif result.findings:
+        if result.findings:
             outcome = Text("failed", style="red")
             lines = [f"{f.file}: found {f.found}; needed {f.needed}" for f in result.findings[:SHOWN]]
             if len(result.findings) > SHOWN:
                 lines.append(f"and {len(result.findings) - SHOWN} more (--json shows all)")
+        elif result.skipped:
+            outcome = Text("could not run", style="yellow")
+            lines = [result.skipped]
+        elif result.nothing:
+            outcome = Text("not there", style="dim")
+            lines = [result.nothing]
         else:
             outcome = Text("passed", style="green")
             lines = [result.summary]

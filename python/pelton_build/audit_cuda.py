@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pelton_build import fatbin, hipfat
-from pelton_build.audit_input import Allowance, Binary, CannotRun, Finding, OpenedWheel
+from pelton_build.audit_input import Allowance, Binary, CannotRun, Finding, NothingThere, OpenedWheel
 from pelton_build.fatbin import FatbinError, Image, function_name
 
 __all__ = ["KernelUse", "check_archs", "check_cuobjdump", "check_local_memory", "demangled", "kernel_uses"]
 
 
+NO_DEVICE_CODE = "no device code in a wheel for CPUs"
 # Where the device code of a backend stands.
 _SECTIONS = {
     "cuda": (fatbin.SECTION, fatbin.REGISTRATION, fatbin.LINKED_SECTION),
@@ -75,7 +76,9 @@ def check_archs(wheel: OpenedWheel) -> Iterator[Finding]:
         for section in binary.data:
             if binary is not library or section not in _SECTIONS.get(claims.backend, ()):
                 yield Finding("archs", binary.name, f"device code ({section})", "none in this file")
-    if claims.backend == "cpu" or library is None:
+    if claims.backend == "cpu":
+        raise NothingThere(NO_DEVICE_CODE)
+    if library is None:
         return
     try:
         containers = wheel.device_code
@@ -175,7 +178,9 @@ def _mangled_file(path: str) -> str:
 def check_local_memory(wheel: OpenedWheel) -> Iterator[Finding]:
     """Kernels that use more local memory than the plan allows them."""
     library = wheel.library
-    if wheel.claims.backend == "cpu" or library is None:
+    if wheel.claims.backend == "cpu":
+        raise NothingThere(NO_DEVICE_CODE)
+    if library is None:
         return
     try:
         uses = kernel_uses(wheel)
@@ -242,6 +247,8 @@ def _short(signature: str) -> str:
 def check_cuobjdump(wheel: OpenedWheel) -> Iterator[Finding]:
     """The same images as the toolkit's own dumper finds, where it is installed."""
     library = wheel.library
+    if wheel.claims.backend != "cuda":
+        raise NothingThere(f"no code for NVIDIA GPUs in a wheel for {wheel.claims.backend}")
     if library is None or fatbin.SECTION not in library.data:
         return
     program = shutil.which("cuobjdump")

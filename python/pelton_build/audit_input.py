@@ -23,7 +23,17 @@ from typing import Any, Self
 from pelton_build import fatbin, hipfat
 from pelton_build.errors import BuildError
 
-__all__ = ["AuditError", "Binary", "CannotRun", "Claims", "Code", "Finding", "OpenedWheel", "require"]
+__all__ = [
+    "AuditError",
+    "Binary",
+    "CannotRun",
+    "Claims",
+    "Code",
+    "Finding",
+    "NothingThere",
+    "OpenedWheel",
+    "require",
+]
 
 MAX_UNPACKED = 4 << 30  # bytes; more than any profile's budget, less than what fills a machine
 KEPT = 512 << 20  # bytes; what a smaller wheel unpacks to is read once and kept while it is open
@@ -37,6 +47,10 @@ class AuditError(BuildError):
 
 class CannotRun(Exception):
     """A check that this machine cannot run; the text says what is missing."""
+
+
+class NothingThere(Exception):
+    """A check of what this wheel rightly does not have; the text says what."""
 
 
 @dataclass(frozen=True)

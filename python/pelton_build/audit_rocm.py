@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pelton_build import hipfat
-from pelton_build.audit_input import CannotRun, Finding, OpenedWheel
+from pelton_build.audit_input import CannotRun, Finding, NothingThere, OpenedWheel
 from pelton_build.fatbin import FatbinError, function_name
 
 __all__ = ["check_code_objects"]
@@ -22,7 +22,9 @@ def lds_limit(arch: str) -> int:
 def check_code_objects(wheel: OpenedWheel) -> Iterator[Finding]:
     """Their version, the size of a wave, the memory of a block, and matrix instructions where the plan has them."""
     claims, library = wheel.claims, wheel.library
-    if claims.backend != "rocm" or library is None:
+    if claims.backend != "rocm":
+        raise NothingThere(f"no code for AMD GPUs in a wheel for {claims.backend}")
+    if library is None:
         return
     try:
         images = [image for bundle in wheel.device_code for image in bundle]

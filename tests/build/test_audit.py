@@ -398,6 +398,24 @@ def test_good_wheel_passes(tmp_path: Path) -> None:
     assert {result.name for result in report.skipped} <= set(OPTIONAL)
 
 
+@pytest.mark.parametrize(
+    ("parts", "nothing"),
+    [
+        (GOOD, {"variant", "archs", "local", "cuobjdump", "amdgpu"}),
+        (cuda(), {"variant", "amdgpu"}),
+        (rocm(), {"variant", "cuobjdump"}),
+    ],
+    ids=["cpu", "cuda", "rocm"],
+)
+def test_what_is_not_there_is_not_said_to_have_passed(
+    parts: WheelParts, nothing: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = audit_wheel(make_wheel(tmp_path, parts))
+    assert {result.name for result in report.results if result.nothing} == nothing
+    audit.render(report)
+    assert capsys.readouterr().out.count(" not there ") == len(nothing)
+
+
 def test_good_avx512_wheel_passes(tmp_path: Path) -> None:
     parts = labelled("cpu-avx512", "cpu.avx512", archs=("x86-64-v4",))
     assert audit_wheel(make_wheel(tmp_path, parts)).findings == ()
