@@ -17,6 +17,13 @@ namespace gpu {
 int gptq_gemm(const QuantProductArgs& args, void* stream);
 int gptq_dequantize(const DequantizeArgs& args, void* stream);
 int gptq_shuffle(const GptqShuffleArgs& args, void* stream);
+
+namespace gptq {
+int product_4(const QuantProductArgs& args, void* stream);
+int product_8(const QuantProductArgs& args, void* stream);
+int dequantize_4(const DequantizeArgs& args, void* stream);
+int dequantize_8(const DequantizeArgs& args, void* stream);
+}  // namespace gptq
 }  // namespace gpu
 
 }  // namespace pelton

@@ -1,8 +1,9 @@
-// Products with weights in GPTQ's layout, that layout as numbers, and its rows in another order.
-// See ../product.cuh for the product; a shuffle has one thread a word.
+// The rows of GPTQ's layout in another order, one thread a word; and the choice between the products of 4 and
+// of 8 bits, which gpu_4.cu and gpu_8.cu have.
 // Method: Frantar et al., "GPTQ", 2022.
-#include "../product.cuh"
 #include "gptq.h"
+
+#include "../../common/gpu.cuh"
 
 namespace pelton::gpu {
 namespace {
@@ -10,7 +11,7 @@ namespace {
 template <int Bits>
 __global__ void __launch_bounds__(256) shuffle_kernel(const GptqShuffleArgs a) {
   constexpr int kFields = 32 / Bits;
-  constexpr uint32_t kMask = Gptq<Bits>::kMask;
+  constexpr uint32_t kMask = (1u << Bits) - 1;
   const int64_t column = int64_t(blockIdx.x) * 256 + threadIdx.x;
   if (column >= a.columns) return;
   for (int64_t word = blockIdx.y; word < a.rows / kFields; word += gridDim.y) {
@@ -28,11 +29,11 @@ __global__ void __launch_bounds__(256) shuffle_kernel(const GptqShuffleArgs a) {
 }  // namespace
 
 int gptq_gemm(const QuantProductArgs& a, void* stream) {
-  return a.bits == 4 ? run_product<Gptq<4>>(a, stream) : run_product<Gptq<8>>(a, stream);
+  return a.bits == 4 ? gptq::product_4(a, stream) : gptq::product_8(a, stream);
 }
 
 int gptq_dequantize(const DequantizeArgs& a, void* stream) {
-  return a.bits == 4 ? run_dequantize<Gptq<4>>(a, stream) : run_dequantize<Gptq<8>>(a, stream);
+  return a.bits == 4 ? gptq::dequantize_4(a, stream) : gptq::dequantize_8(a, stream);
 }
 
 int gptq_shuffle(const GptqShuffleArgs& a, void* stream) {
