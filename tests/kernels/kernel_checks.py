@@ -46,6 +46,18 @@ def assert_rounded(got: Tensor, want: Tensor, rtol: float = 1e-6, atol: float = 
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol, equal_nan=True)
 
 
+def random_quantized(
+    out_features: int, in_features: int, bits: int, groups: int, zeros: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers [out_features, in_features], scales and zero points [groups, out_features]; without `zeros` all of these
+    are in the middle."""
+    torch.manual_seed(out_features + in_features)
+    q = torch.randint(0, 1 << bits, (out_features, in_features), dtype=torch.uint8)
+    scales = (torch.rand(groups, out_features) * 0.02 + 0.001).to(dtype)
+    zero = torch.randint(0, 1 << bits, (groups, out_features), dtype=torch.uint8)
+    return q, scales, zero if zeros else torch.full_like(zero, 1 << (bits - 1))
+
+
 def with_row_stride(x: Tensor, padding: int = 5) -> Tensor:
     """The same values with rows further apart; the gap holds NaN, which must not be read."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + padding), float("nan"), dtype=x.dtype)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import DEVICE, assert_margins_untouched, guarded, on_gpu, with_row_stride
+from kernel_checks import DEVICE, assert_margins_untouched, guarded, on_gpu, random_quantized, with_row_stride
 from pelton import ops
 from pelton import ops_reference as reference
 
@@ -67,13 +67,8 @@ def make(
     permuted: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> Case:
-    torch.manual_seed(out_features + in_features)
-    q = torch.randint(0, 1 << bits, (out_features, in_features), dtype=torch.uint8)
     groups = 1 if group_size == -1 else -(-in_features // group_size)
-    scales = (torch.rand(groups, out_features) * 0.02 + 0.001).to(dtype)
-    zero = torch.randint(0, 1 << bits, (groups, out_features), dtype=torch.uint8)
-    if not zeros:
-        zero.fill_(1 << (bits - 1))
+    q, scales, zero = random_quantized(out_features, in_features, bits, groups, zeros, dtype)
     # Inputs are sorted by group in the packed weight: input k of it is input perm[k] of x.
     perm = torch.randperm(in_features).int() if permuted else None
     group = torch.arange(in_features) // (in_features if group_size == -1 else group_size)

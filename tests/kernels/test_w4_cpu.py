@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import DTYPES, with_row_stride
+from kernel_checks import DTYPES, random_quantized, with_row_stride
 from pelton import ops
 
 if ops.backend() != "cpu" or not hasattr(torch.ops.pelton, "quant_linear"):
@@ -84,15 +84,10 @@ def make(
     scale_dtype: torch.dtype = torch.float16,
     order: Tensor | None = None,
 ) -> Case:
-    torch.manual_seed(out_features + in_features)
-    q = torch.randint(0, 1 << bits, (out_features, in_features), dtype=torch.uint8)
     inputs = in_features if order is None else len(order)
     groups = 1 if group_size == -1 else -(-inputs // group_size)
     groups = groups if inputs else 0
-    scales = (torch.rand(groups, out_features) * 0.02 + 0.001).to(scale_dtype)
-    zero = torch.randint(0, 1 << bits, (groups, out_features), dtype=torch.uint8)
-    if not zeros:
-        zero.fill_(1 << (bits - 1))
+    q, scales, zero = random_quantized(out_features, in_features, bits, groups, zeros, scale_dtype)
     group = torch.arange(inputs) // (max(1, inputs) if group_size == -1 else group_size)
     if order is not None:
         there = order >= 0

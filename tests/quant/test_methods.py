@@ -18,12 +18,12 @@ from pelton.quant.methods import (
     METHODS,
     Choice,
     MarlinLinear,
+    Method,
     Refusal,
     Target,
     choose,
 )
-from quant_engine import needs_kernels
-from quant_writers import quantized
+from quant_writers import Quantized, quantized
 
 ALL = frozenset({"awq", "gptq", "marlin"})
 CPU = Target("cpu", frozenset({"awq", "gptq"}), "float16")
@@ -126,8 +126,9 @@ LAYERS = [
 ]
 
 
-@needs_kernels
-@pytest.mark.skipif(ON_GPU, reason="about the CPU's kernels")
+@pytest.mark.skipif(
+    not hasattr(torch.ops.pelton, "quant_linear"), reason="for a library with the CPU's quantized products"
+)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),
@@ -173,6 +174,41 @@ def test_cpu(
         assert (wide[:, :n] == 7).all()
 
 
+def on_device(written: Quantized, symmetric: bool, order: str) -> QuantizedWeight:
+    """A layer in the canonical form, where the kernels are."""
+
+    def integers(values: np.ndarray, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(values.astype(dtype)).to(DEVICE)
+
+    return QuantizedWeight(
+        integers(written.q, np.uint8),
+        written.scales.to(DEVICE),
+        None if symmetric else integers(written.zeros, np.uint8),
+        None if order == "none" else integers(written.g_idx, np.int32),
+        written.bits,
+        written.q.shape[1] if written.group_size == -1 else written.group_size,
+    )
+
+
+def assert_products(
+    method: Method, written: Quantized, tokens: int, dtype: torch.dtype, rounding: float
+) -> None:
+    """With and without bias, into part of a row: right up to the result's rounding, and `rounding` of the terms."""
+    weight = written.dequantized()
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype)
+    terms = x.double().abs() @ weight.abs().t() + 1
+    for b in (None, bias):
+        wide = torch.full((tokens, 2 * n), 7.0, dtype=dtype, device=DEVICE)
+        method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
+        expected = x.double() @ weight.t() + (0 if b is None else b.double())
+        bound = torch.finfo(dtype).eps / 2 * 1.01 * expected.abs() + rounding * terms
+        assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
+        assert (wide[:, :n] == 7).all()
+
+
 MARLIN_LAYERS = [
     # N, K, bits, group size, order
     (72, 192, 4, 64, "none"),
@@ -195,38 +231,19 @@ def test_marlin(
     n: int, k: int, bits: int, group_size: int, order: str, dtype: torch.dtype, symmetric: bool
 ) -> None:
     written = quantized(n, k, bits=bits, group_size=group_size, order=order, symmetric=symmetric, dtype=dtype)
-    zeros = None if symmetric else torch.from_numpy(written.zeros.astype(np.uint8)).to(DEVICE)
-    g_idx = None if order == "none" else torch.from_numpy(written.g_idx.astype(np.int32)).to(DEVICE)
-    q = torch.from_numpy(written.q.astype(np.uint8)).to(DEVICE)
-    size = k if group_size == -1 else group_size
-    weight = QuantizedWeight(q, written.scales.to(DEVICE), zeros, g_idx, bits, size)
+    weight = on_device(written, symmetric, order)
     method = MarlinLinear.pack(weight, dtype, DEVICE)
     kept = [method.weight, method.scales, *([] if method.zeros is None else [method.zeros])]
     itemsize = dtype.itemsize
     most = MarlinLinear.num_bytes(n, k, weight.scales.shape[0], bits, itemsize)
     assert sum(t.numel() * t.element_size() for t in kept) <= most
-    expected_weight = written.dequantized()
     for tokens in (5, 3 if ON_GPU else 1, MarlinLinear.copied_tokens + 1):
         if tokens > 5 and not (ON_GPU or (order == "equal" and bits == 4)):
             continue
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(tokens, k, generator=generator).to(dtype)
-        bias = torch.randn(n, generator=generator).to(dtype)
-        for b in (None, bias):
-            wide = torch.full((tokens, 2 * n), 7.0, dtype=dtype, device=DEVICE)
-            method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
-            expected = x.double() @ expected_weight.t() + (0 if b is None else b.double())
-            size = x.double().abs() @ expected_weight.abs().t() + 1
-            # Many tokens with 4 bits on sm_90: scaled weights are rounded to the dtype.
-            rounding = torch.finfo(dtype).eps / 2 * 1.01
-            wgmma = (
-                bits == 4 and tokens > 32 and torch.cuda.get_device_capability() == (9, 0)
-                if ON_GPU
-                else False
-            )
-            bound = rounding * expected.abs() + (2.0**-20 + (rounding if wgmma else 0)) * size
-            assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
-            assert (wide[:, :n] == 7).all()
+        # Many tokens with 4 bits on sm_90: scaled weights are rounded to the dtype.
+        wgmma = ON_GPU and bits == 4 and tokens > 32 and torch.cuda.get_device_capability() == (9, 0)
+        rounding = torch.finfo(dtype).eps / 2 * 1.01 if wgmma else 0.0
+        assert_products(method, written, tokens, dtype, 2.0**-20 + rounding)
 
 
 @pytest.mark.skipif(
@@ -269,31 +286,14 @@ def test_plain_gpu_layouts(
     if not hasattr(torch.ops.pelton, f"{name}_gemm"):
         pytest.skip(f"for a library of GPU kernels with the feature {name}")
     written = quantized(n, k, bits=bits, group_size=group_size, order=order, symmetric=symmetric, dtype=dtype)
-    zeros = None if symmetric else torch.from_numpy(written.zeros.astype(np.uint8)).to(DEVICE)
-    g_idx = None if order == "none" else torch.from_numpy(written.g_idx.astype(np.int32)).to(DEVICE)
-    q = torch.from_numpy(written.q.astype(np.uint8)).to(DEVICE)
-    size = k if group_size == -1 else group_size
-    weight = QuantizedWeight(q, written.scales.to(DEVICE), zeros, g_idx, bits, size)
+    weight = on_device(written, symmetric, order)
     method = METHODS[name].pack(weight, dtype, DEVICE)
     kept = [value for value in vars(method).values() if isinstance(value, torch.Tensor)]
     most = METHODS[name].num_bytes(n, k, weight.scales.shape[0], bits, dtype.itemsize)
     assert sum(t.numel() * t.element_size() for t in kept) <= most
-    expected_weight = written.dequantized()
     for tokens in (1, 5, DEQUANTIZED_FROM):
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(tokens, k, generator=generator).to(dtype)
-        bias = torch.randn(n, generator=generator).to(dtype)
-        for b in (None, bias):
-            wide = torch.full((tokens, 2 * n), 7.0, dtype=dtype, device=DEVICE)
-            method.apply(x.to(DEVICE), None if b is None else b.to(DEVICE), wide[:, n:])
-            expected = x.double() @ expected_weight.t() + (0 if b is None else b.double())
-            eps = torch.finfo(dtype).eps
-            by_torch = eps if tokens >= DEQUANTIZED_FROM else 2.0**-20
-            bound = eps / 2 * 1.01 * expected.abs() + by_torch * (
-                x.double().abs() @ expected_weight.abs().t() + 1
-            )
-            assert ((wide[:, n:].cpu().double() - expected).abs() <= bound).all()
-            assert (wide[:, :n] == 7).all()
+        by_torch = tokens >= DEQUANTIZED_FROM
+        assert_products(method, written, tokens, dtype, torch.finfo(dtype).eps if by_torch else 2.0**-20)
 
 
 PROFILES = sorted((Path(__file__).parents[2] / "build_profiles").glob("*.toml"))
