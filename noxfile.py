@@ -593,6 +593,11 @@ def hip_headers(session: nox.Session) -> None:
 EMULATED = ["tests/emulation", "tests/kernels"]
 ATTENTION = "tests/kernels/test_attention.py"
 AMD_ATTENTION = "(field_case or every_head_size or does_not_see or soft_cap or strided or (split_over and 128)) and not float32"
+SM90 = (
+    "(edges and (129 or 385)) or (groups and (7-1 or 15-3) and bfloat16) or (wide_heads and 8- and bfloat16 and not 16-)"
+    " or only_rows or no_sense or gaps or out_of_range or (products and bfloat16 and (33-64 or 300-200 or 70-130))"
+    " or (products and float16 and 32-True and (64-3072 or 260-1000))"
+)
 ROUNDS = [
     # How the emulation runs, and which tests. All of them once, as on NVIDIA's warps of 32.
     ({}, EMULATED),
@@ -609,6 +614,11 @@ ROUNDS = [
             ["-k", AMD_ATTENTION, ATTENTION],
         )
         for wave in ("64", "32")
+    ),
+    # Hopper's own kernels (TMA, wgmma): their copies land as late as they can.
+    (
+        {"PELTON_EMULATION_ORDERS": "shuffled:1", "PELTON_EMULATION_ARCH": "sm_90"},
+        ["-k", SM90, "tests/kernels/test_attention_sm90.py", "tests/kernels/test_marlin_sm90.py"],
     ),
 ]
 

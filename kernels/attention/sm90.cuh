@@ -394,7 +394,7 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
   const AttentionArgs& a = launch.args;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % kWarp;
   const int own_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % C::kWarpgroups;
-  const int own_barrier = 1 + C::kWarpgroups + warpgroup;
+  constexpr int kAllConsumers = 1 + C::kWarpgroups, kConsumers = C::kWarpgroups * kWarpgroup;
   const int window = int(min(a.sliding_window, int64_t(1) << 30));
   const uint32_t query_tile = tile_descriptor(shared.query[0][64 * warpgroup]);
   const uint32_t key_tiles = tile_descriptor(shared.keys);
@@ -466,12 +466,14 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
     shared.query_full.wait(query_slot.parity);
     query_slot.next();
     if constexpr (!C::kTurns) {
-      const auto& rows = shared.query[0][64 * warpgroup + thread / kWarp * 16 + lane % 16];
+      // The last row stands in for those past the tile's, which have not been written.
+      const int row =
+          min(64 * warpgroup + thread / kWarp * 16 + lane % 16, launch.pack * launch.tile_tokens - 1);
 #pragma unroll
       for (int k = 0; k < C::kHeadSize / 16; ++k) {  // 16 bytes of a row lie where its number, modulo 8, says
-        const int part = (k % 4 * 2 + lane / 16) ^ lane % 8;
+        const int part = (k % 4 * 2 + lane / 16) ^ row % 8;
         uint32_t a[4];
-        load_matrix_x4<false>(a, &rows[part * 8] + k / 4 * (kQueryHalfBytes / 2));
+        load_matrix_x4<false>(a, &shared.query[0][row][part * 8] + k / 4 * (kQueryHalfBytes / 2));
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[4 * k + i] = a[i];
       }
@@ -496,12 +498,13 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
       shared.values_full[value_slot.index].wait(value_slot.parity);
       const int first = item.length - (item.end - 1) * C::kKeys;
       const int rows = ceil_div(first, launch.box_keys) * launch.box_keys - first;
-      for (int i = thread; i < rows * 8 * C::kHalves; i += kWarpgroup) {
+      for (int i = warpgroup * kWarpgroup + thread; i < rows * 8 * C::kHalves; i += kConsumers) {
         const int half = i % C::kHalves, row = first + i / C::kHalves / 8, part = i / C::kHalves % 8;
-        *reinterpret_cast<uint4*>(&shared.values[value_slot.index][half][row][8 * part]) = uint4{};
+        store_vector(reinterpret_cast<uint32_t*>(&shared.values[value_slot.index][half][row][8 * part]),
+                     Vector<uint32_t, 4>{});
       }
       fence_shared_stores();
-      named_sync(own_barrier, kWarpgroup);
+      named_sync(kAllConsumers, kConsumers);
     }
 
     if (!C::kTurns) wait_for_keys(item.end - 1 > item.begin);
@@ -570,7 +573,10 @@ __device__ void attend(const Launch& launch, Shared<C>& shared, int warpgroup) {
           w[i] = pack2<T>(x, y);
         }
         transpose_quad(w, lane);
-        if (writes) *reinterpret_cast<uint4*>(out + 8 * (group + lane % 4)) = uint4{w[0], w[1], w[2], w[3]};
+        if (writes) {
+          store_vector(reinterpret_cast<uint32_t*>(out + 8 * (group + lane % 4)),
+                       Vector<uint32_t, 4>{w[0], w[1], w[2], w[3]});
+        }
       }
       finite += shuffle_xor(finite, 1);
       finite += shuffle_xor(finite, 2);

@@ -3,13 +3,62 @@
 // Names and rules: PTX ISA, "Asynchronous warpgroup level matrix instructions", "mbarrier",
 // "cp.async.bulk.tensor".
 #pragma once
+#ifndef PELTON_EMULATION
 #include <cuda.h>
+#endif
 
 #include "mma.cuh"
 
 namespace pelton::gpu {
 
 constexpr int kWarpgroup = 128;
+
+#ifdef PELTON_EMULATION
+// The same by definition: kernels/emulation/hopper.h. What follows below says what each of them does.
+using Barrier = emulation::AsyncBarrier;
+using CUtensorMap = emulation::TensorMap;
+using emulation::copy_bulk, emulation::fence_shared_stores, emulation::named_arrive, emulation::named_sync,
+    emulation::product_commit;
+
+inline void fence_barrier_init() {}
+inline void product_fence() {}
+inline void prefetch_line(const void*) {}
+inline void prefetch_map(const CUtensorMap&) {}
+template <int Count>
+void release_registers() {}
+template <int Count>
+void take_registers() {}
+template <class R>
+void pin(R&) {}
+
+template <class... Coordinates>
+void copy_box(void* to, const CUtensorMap& map, Barrier& barrier, Coordinates... at) {
+  const int all[] = {at...};
+  emulation::copy_box(to, map, barrier, all);
+}
+template <int Rank>
+int encode_map(CUtensorMap& map, bool, const void* data, const uint64_t (&sizes)[Rank],
+               const uint64_t (&strides)[Rank - 1], const uint32_t (&box)[Rank]) {
+  return emulation::make_map(map, data, Rank, sizes, strides, box) ? 0 : int(cudaErrorInvalidValue);
+}
+
+inline uint32_t tile_descriptor(const void* tile, int next_columns = 16) {
+  return emulation::tile_descriptor(tile, next_columns);
+}
+inline uint32_t descriptor_at(uint32_t tile, int bytes) { return tile + (bytes >> 4); }
+template <int Pending>
+void product_wait() {
+  emulation::product_wait(Pending);
+}
+template <class T, int D>
+void product_shared(float (&d)[D], uint32_t a, uint32_t b, bool add) {
+  emulation::product_shared<T::is_bf16>(d, 2 * D, a, b, add);
+}
+template <class T, bool kRowsOfN, int D>
+void product_registers(float (&d)[D], const uint32_t* a, uint32_t b, bool add) {
+  emulation::product_registers<T::is_bf16>(d, 2 * D, a, b, kRowsOfN, add);
+}
+#else
 
 // ---------------------------------------------------------------- barriers
 
@@ -267,5 +316,7 @@ template <class T, bool kRowsOfN, int D>
 __device__ __forceinline__ void product_registers(float (&d)[D], const uint32_t* a, uint32_t b, bool add) {
   Product<2 * D>::template registers<kRowsOfN>(T{}, d, a, b, add);
 }
+
+#endif  // PELTON_EMULATION
 
 }  // namespace pelton::gpu

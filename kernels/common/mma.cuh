@@ -65,6 +65,22 @@ __device__ __forceinline__ uint32_t add2(uint32_t a, uint32_t b) {
   }
 }
 
+// For sm_90: sm_80 has no such product of bf16.
+template <class T>
+__device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
+#ifdef PELTON_CUDA
+  uint32_t d;
+  if constexpr (T::is_bf16) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  }
+  return d;
+#else
+  return multiply_add2<T>(a, b, 0x80008000u);
+#endif
+}
+
 // (a & mask) | bits in one instruction, which compilers do not find when both are constants.
 __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
 #ifdef PELTON_CUDA

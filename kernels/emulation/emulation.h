@@ -270,5 +270,6 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
 
 }  // namespace pelton::emulation
 
+#include "hopper.h"
 #include "intrinsics.h"
 #include "matrix.h"

@@ -13,7 +13,7 @@ constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = size_t(1) << 17, kPage = 4096;
 
 // Of a thread, in the order of the block: x fastest.
-enum class State : uint8_t { ready, in_warp_call, at_barrier, done };
+enum class State : uint8_t { ready, in_warp_call, at_barrier, in_async_wait, done };
 
 struct Barrier {
   const char* name = nullptr;
@@ -112,8 +112,41 @@ void check_access(const void* address, size_t bytes, Access access, const void* 
 // Where in a kernel the access is that the checks themselves read memory for; null at other times.
 extern const void* reading_for;
 
+// Shared memory by number of byte, static and then dynamic; false for what does not lie in it.
+bool shared_index(const void* address, size_t bytes, size_t& index);
+unsigned char* shared_at(size_t index);
+size_t shared_bytes();
+bool shared_is_written(size_t index);  // since the block began
+std::string shared_text(uintptr_t address);
+unsigned char* shared_window();  // from here on dynamic shared memory is numbered for wgmma
+
 // The text for an address that cannot be accessed.
 std::string fault_text(const void* address);
+
+// --- hopper.cpp ---
+
+// Whether the block has barriers that count bytes, and its accesses are checked by check_async.
+bool async_block();
+void begin_async_block();
+void order_async_block();
+void order_async_warp(unsigned base, uint64_t lanes);
+// Lets a bulk copy that is under way land; false when there is none.
+bool land_next_copy();
+void check_async(size_t index, size_t bytes, Access access, const void* place, bool by_product = false);
+// For global memory: the time of an access of the running thread, and whether it comes after one.
+uint16_t async_time();
+bool is_async_ordered(int thread, uint16_t time);
+// What a thread in State::in_async_wait waits for.
+std::string async_whereabouts(int thread);
+
+// Of memory.cpp, for check_async: an access that is wrong, or that reads what nobody has written.
+[[noreturn]] void fail_async(size_t index, size_t bytes, Access access, const void* place,
+                             const std::string& what, const std::string& end);
+void note_async_uninitialised(size_t index, size_t bytes, Access access, const void* place);
+
+// Of runtime.cpp: makes threads ready, in ascending order, and lets the running one wait until that happens.
+void make_ready(std::vector<int>& threads);
+void wait_async();
 
 // With `keep`, what a launch writes can be undone, so that it may run again and be compared with its first
 // run.

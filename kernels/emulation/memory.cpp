@@ -266,6 +266,9 @@ struct Check {
 bool is_unordered(uint32_t time, int thread, uint16_t sync, Space space) {
   if (time < run_begin || time == 0) return false;
   const int me = running.current;
+  if (time >= block_begin && async_block()) {
+    return time == now && thread != me && !is_async_ordered(thread, sync);
+  }
   if (time >= block_begin) {
     return time == now && thread != me &&
            !(thread / 32 == me / 32 && ordered_in_warp(me / 32, thread, me, sync));
@@ -305,6 +308,8 @@ std::string who(uint32_t time, uint16_t code, bool reader) {
 bool reader_is_unordered(const Record& r, Space space) {
   if (r.read_time < run_begin || r.read_time == 0) return false;
   const bool same_time = r.read_time == now;
+  // Who has read what before whom is recorded for shared memory alone (check_async).
+  if (same_time && async_block() && (r.reader == kSeveral || r.reader & kWarp)) return false;
   if (same_time && r.reader == kSeveral) return true;
   if (same_time && r.reader & kWarp) {
     const int warp = r.reader & kThreadBits;
@@ -343,7 +348,7 @@ void note_read(Record& r, int me, uint16_t sync, Space space) {
 
 void check_records(Record* records, const Check& check) {
   const int me = running.current;
-  const uint16_t sync = warps[me / 32].count;
+  const uint16_t sync = async_block() ? async_time() : warps[me / 32].count;
   const bool global = check.space == Space::global;
   for (size_t i = 0; i < check.bytes; ++i) {
     Record& r = records[i];
@@ -416,6 +421,9 @@ void check_access(const void* pointer, size_t bytes, Access access, const void* 
     }
     return;
   }
+  if (size_t index; async_block() && shared_index(pointer, bytes, index)) {
+    return check_async(index, bytes, access, place);
+  }
   if (static_shared.has(address)) {
     return check_records(&static_records[address - static_shared.begin],
                          {address, bytes, access, Space::static_shared, place});
@@ -473,6 +481,7 @@ void begin_block() {
   fenced = false;
   uninitialised = {};
   for (WarpSync& w : warps) w = {};
+  begin_async_block();
 }
 
 void report_uninitialised() {
@@ -485,9 +494,11 @@ void order_block() {
   if (!uninitialised.text.empty()) fail_at(nullptr, "");
   ++now;
   for (int w = 0; w <= (running.threads - 1) / 32; ++w) warps[w] = {};
+  if (async_block()) order_async_block();
 }
 
 void order_warp(unsigned base, uint64_t lanes) {
+  if (async_block()) order_async_warp(base, lanes);
   WarpSync& w = warps[base / 32];
   ++w.count;
   if ((lanes & live_lanes(32)) == live_lanes(32)) {
@@ -503,6 +514,49 @@ void order_warp(unsigned base, uint64_t lanes) {
 }
 
 void fence() { fenced = true; }
+
+// --- shared memory by number of byte ---
+
+bool shared_index(const void* pointer, size_t bytes, size_t& index) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (static_shared.has(address)) {
+    index = address - static_shared.begin;
+    return bytes <= static_shared.bytes - index;
+  }
+  const uintptr_t offset = address - dynamic_begin;
+  if (offset >= dynamic_bytes) return false;
+  index = static_shared.bytes + offset;
+  return bytes <= dynamic_bytes - offset;
+}
+unsigned char* shared_at(size_t index) {
+  return reinterpret_cast<unsigned char*>(index < static_shared.bytes
+                                              ? static_shared.begin + index
+                                              : dynamic_begin + (index - static_shared.bytes));
+}
+size_t shared_bytes() { return static_shared.bytes + dynamic_bytes; }
+bool shared_is_written(size_t index) {
+  const Record& r =
+      index < static_shared.bytes ? static_records[index] : dynamic_records[index - static_shared.bytes];
+  return r.write_time >= block_begin;
+}
+std::string shared_text(uintptr_t address) {
+  return where(address, static_shared.has(address) ? Space::static_shared : Space::dynamic_shared);
+}
+unsigned char* shared_window() { return reinterpret_cast<unsigned char*>(arena.begin + kArenaGuard); }
+
+namespace {
+Check async_check(size_t index, size_t bytes, Access access, const void* place) {
+  return {reinterpret_cast<uintptr_t>(shared_at(index)), bytes, access,
+          index < static_shared.bytes ? Space::static_shared : Space::dynamic_shared, place};
+}
+}  // namespace
+void fail_async(size_t index, size_t bytes, Access access, const void* place, const std::string& what,
+                const std::string& end) {
+  async_check(index, bytes, access, place).fail(what, ", " + end);
+}
+void note_async_uninitialised(size_t index, size_t bytes, Access access, const void* place) {
+  async_check(index, bytes, access, place).note_uninitialised();
+}
 
 void* dynamic_shared() { return reinterpret_cast<void*>(dynamic_begin); }
 

@@ -60,17 +60,21 @@ uint64_t bit(int i) { return uint64_t(1) << i; }
 // Goes on with the next thread that is ready, or with the scheduler when there is none.
 void switch_away(void** save) {
   Running& b = running;
+  while (b.ready.empty() && land_next_copy()) {
+  }
   if (b.ready.empty()) {
     b.current = -1;
     pelton_emulation_switch(save, b.scheduler);
-  } else {
-    b.current = b.ready.back();
-    b.ready.pop_back();
-    pelton_emulation_switch(save, b.thread[b.current].stack_pointer);
+    return;
   }
+  b.current = b.ready.back();
+  b.ready.pop_back();
+  void** const next = &b.thread[b.current].stack_pointer;
+  if (next != save) pelton_emulation_switch(save, *next);
 }
 
-// Makes threads ready, which are given in ascending order; the launch's order says which of them runs first.
+}  // namespace
+
 void make_ready(std::vector<int>& threads) {
   Running& b = running;
   for (int t : threads) b.thread[t].state = State::ready;
@@ -84,6 +88,13 @@ void make_ready(std::vector<int>& threads) {
   }
   b.ready.insert(behind ? b.ready.begin() : b.ready.end(), threads.begin(), threads.end());
 }
+
+void wait_async() {
+  self().state = State::in_async_wait;
+  switch_away(&self().stack_pointer);
+}
+
+namespace {
 
 std::string place_text(const Barrier& barrier) {
   return std::string(barrier.name) + "() at " + barrier.file + ":" + std::to_string(barrier.line);
@@ -230,6 +241,7 @@ std::string whereabouts(int t) {
   const Thread& thread = running.thread[t];
   if (thread.state == State::at_barrier) return "waits in " + place_text(thread.barrier);
   if (thread.state == State::in_warp_call) return std::string("waits in ") + thread.meeting->call.name;
+  if (thread.state == State::in_async_wait) return async_whereabouts(t);
   return "has returned from the kernel";
 }
 
@@ -247,7 +259,15 @@ void explain_deadlock() {
       return;
     }
   }
-  b.failure = {"deadlock", -1, nullptr};
+  // A thread for each thing that is waited for.
+  std::string text, last;
+  for (int t = 0; t < b.threads; ++t) {
+    if (b.thread[t].state != State::in_async_wait) continue;
+    const std::string here = whereabouts(t);
+    if (here != last) text += (text.empty() ? ": " : "; ") + thread_text(t) + " " + here;
+    last = here;
+  }
+  b.failure = {"deadlock" + text, -1, nullptr};
 }
 
 void run_block() {
@@ -350,6 +370,7 @@ struct OrderChoice {
 
 struct Settings {
   int wave = 32;
+  bool is_sm90 = false;
   std::vector<OrderChoice> orders;
   std::string error;
 };
@@ -361,6 +382,12 @@ Settings read_settings() {
     s.wave = atoi(wave);
     if (strcmp(wave, "32") != 0 && strcmp(wave, "64") != 0) {
       s.error = std::string("PELTON_EMULATION_WAVE must be 32 or 64, found ") + wave;
+    }
+  }
+  if (const char* arch = getenv("PELTON_EMULATION_ARCH"); arch != nullptr && *arch != '\0') {
+    s.is_sm90 = strcmp(arch, "sm_90") == 0;
+    if (!s.is_sm90 && strcmp(arch, "sm_80") != 0) {
+      s.error = std::string("PELTON_EMULATION_ARCH must be sm_80 or sm_90, found ") + arch;
     }
   }
   const char* orders = getenv("PELTON_EMULATION_ORDERS");
@@ -396,7 +423,7 @@ hipError_t last_error = hipSuccess;
 std::string last_text;
 std::unordered_map<const void*, int> allowed_shared;
 
-int most_shared(int wave) { return wave == 64 ? 64 * 1024 : 163 * 1024; }
+int most_shared(const Settings& s) { return s.is_sm90 ? 227 * 1024 : s.wave == 64 ? 64 * 1024 : 163 * 1024; }
 
 void set_error(hipError_t error, std::string text) {
   last_error = error;
@@ -459,7 +486,7 @@ std::string failure_text(const OrderChoice& order) {
 }
 
 // What the runtime refuses to launch; empty when nothing is wrong.
-std::string refusal(const Launch& l, int wave) {
+std::string refusal(const Launch& l, const Settings& settings) {
   const uint64_t threads = uint64_t(l.block.x) * l.block.y * l.block.z;
   const auto grid = Index{l.grid.x, l.grid.y, l.grid.z}, block = Index{l.block.x, l.block.y, l.block.z};
   if (threads == 0 || threads > kMaxThreads || l.block.z > 64) {
@@ -472,7 +499,7 @@ std::string refusal(const Launch& l, int wave) {
   }
   const auto found = allowed_shared.find(l.kernel);
   const size_t most = found == allowed_shared.end() ? kSharedWithoutAsking : size_t(found->second);
-  if (l.shared > most || l.shared > size_t(most_shared(wave))) {
+  if (l.shared > most || l.shared > size_t(most_shared(settings))) {
     return std::to_string(l.shared) + " bytes of dynamic shared memory are more than the " +
            std::to_string(most) +
            " that the kernel may use; a kernel asks for more than 49152 with allow_shared_memory";
@@ -672,7 +699,7 @@ void run(const Launch& launch) {
   if (last_error != hipSuccess) return;  // as a device that has failed
   const Settings settings = read_settings();
   if (!settings.error.empty()) return set_error(hipErrorInvalidValue, settings.error);
-  if (const std::string reason = refusal(launch, settings.wave); !reason.empty()) {
+  if (const std::string reason = refusal(launch, settings); !reason.empty()) {
     return set_error(hipErrorInvalidConfiguration, kernel_text(launch.name) + ": " + reason);
   }
   allocate_stacks();
@@ -744,10 +771,9 @@ const char* hipGetErrorName(hipError_t error) {
 hipError_t hipFuncSetAttribute(const void* kernel, hipFuncAttribute attribute, int value) {
   if (attribute != hipFuncAttributeMaxDynamicSharedMemorySize) return hipSuccess;
   const Settings settings = read_settings();
-  if (value < 0 || value > most_shared(settings.wave)) {
+  if (value < 0 || value > most_shared(settings)) {
     last_text = "a kernel asked for " + std::to_string(value) +
-                " bytes of dynamic shared memory, and a block has " +
-                std::to_string(most_shared(settings.wave));
+                " bytes of dynamic shared memory, and a block has " + std::to_string(most_shared(settings));
     return hipErrorInvalidValue;
   }
   const std::lock_guard<std::mutex> lock(launching);
@@ -761,22 +787,22 @@ hipError_t hipGetDevice(int* device) {
 }
 
 hipError_t hipDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int) {
-  const int wave = read_settings().wave;
+  const Settings settings = read_settings();
   switch (attribute) {
     case hipDeviceAttributeMultiprocessorCount:
       *value = kMultiprocessors;
       return hipSuccess;
     case hipDeviceAttributeMaxSharedMemoryPerBlock:
-      *value = most_shared(wave);
+      *value = most_shared(settings);
       return hipSuccess;
     case hipDeviceAttributeComputeCapabilityMajor:
-      *value = wave == 64 ? 9 : 8;
+      *value = settings.is_sm90 ? 9 : 8;
       return hipSuccess;
     case hipDeviceAttributeComputeCapabilityMinor:
       *value = 0;
       return hipSuccess;
     case hipDeviceAttributeWarpSize:
-      *value = wave;
+      *value = settings.wave;
       return hipSuccess;
   }
   return hipErrorInvalidValue;

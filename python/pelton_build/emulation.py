@@ -1,8 +1,8 @@
 """The plan of the emulated library: every GPU kernel, compiled as plain C++ for this machine's CPU.
 
 It is no profile, because nobody installs it: tests load it. `kernels/emulation/CMakeLists.txt` carries it out.
-Sources are the `cuda` list of each family and its `rocm` list, without the files of some archs only. Which of a family's
-kernels run is its launchers' choice: AMD's when PELTON_EMULATION_WAVE asks for waves of 32 or 64 lanes.
+Sources are the `cuda` list of each family and its `rocm` list. Which of a family's kernels run is its launchers' choice:
+AMD's when PELTON_EMULATION_WAVE asks for waves of 32 or 64 lanes, sm_90's when PELTON_EMULATION_ARCH is `sm_90`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .cmake import quote
 from .errors import PlanError
 from .hipify import hipified_name, with_headers
 from .planning import project_root, write_atomically
-from .resolve import torch_target
+from .resolve import has_arch, torch_target
 from .settings import environment, read_choices
 from .table import FILE, FOLDER, KernelTable, load_table
 from .toolchain import probe_cxx, probe_torch
@@ -25,6 +25,8 @@ from .values import Version
 
 __all__ = ["EmulatedSources", "emulated_sources", "main", "write_plan"]
 
+EMULATED_ARCHS = frozenset({"sm_90a"})
+"""Archs whose own instructions the emulation has."""
 TESTS = "tests/emulation/cases.cu"
 """Kernels with planted bugs, which the tests of the emulation load."""
 
@@ -37,24 +39,29 @@ class EmulatedSources:
     gpu: tuple[str, ...]
     left_out: tuple[str, ...]
     """Sources with the reason why they are not in, for the log."""
+    definitions: tuple[str, ...] = ()
+    """Of the GPU sources: that files for one arch alone are in."""
 
 
 def emulated_sources(table: KernelTable) -> EmulatedSources:
-    """What the emulated library is made of: the families that have GPU code without arch, and their operators."""
+    """What the emulated library is made of: the families that have GPU code for every arch, and their operators."""
     op: list[str] = []
     gpu: list[str] = []
     left_out: list[str] = []
+    definitions: dict[str, None] = {}
     for family in table.families:
         device = [source for backend in ("cuda", "rocm") for source in family.device.get(backend, ())]
         portable = list(dict.fromkeys(source.path for source in device if not source.archs))
-        left_out += [f"{s.path} (for {', '.join(s.archs)} alone)" for s in device if s.archs]
+        own = [source for source in device if set(source.archs) & EMULATED_ARCHS]
+        left_out += [f"{s.path} (for {', '.join(s.archs)} alone)" for s in device if s.archs and s not in own]
         if not portable:
             if family.op:
                 left_out.append(f"family {family.name} (no GPU source for every arch)")
             continue
-        gpu += portable
+        gpu += [*portable, *dict.fromkeys(source.path for source in own)]
+        definitions |= dict.fromkeys(has_arch(arch, table) for source in own for arch in source.archs)
         op += [s.path for s in family.op if not s.backends or set(s.backends) & {"cuda", "rocm"}]
-    return EmulatedSources(tuple(op), tuple(gpu), tuple(left_out))
+    return EmulatedSources(tuple(op), tuple(gpu), tuple(left_out), tuple(definitions))
 
 
 def write_plan(root: Path, build_dir: Path) -> None:
@@ -91,6 +98,7 @@ def write_plan(root: Path, build_dir: Path) -> None:
         "TORCH": torch.path,
         "OP_SOURCES": [str(root / FOLDER / path) for path in sources.op],
         "OP_DEFINITIONS": [f"TORCH_TARGET_VERSION={torch_target(table.library.torch)}"],
+        "GPU_DEFINITIONS": list(sources.definitions),
         "GPU_SOURCES": [hipified_name(path) for path in gpu],
         "TEST_SOURCES": [hipified_name(path) for path in tests],
         "HIPIFY_NAMES": list(hipified),

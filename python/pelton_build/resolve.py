@@ -27,7 +27,7 @@ from .table import FOLDER, Family, KernelTable, Source
 from .toolchain import Toolchain
 from .values import Size, Version, VersionRange, check_label, join_label
 
-__all__ = ["JOB_MEMORY", "resolve"]
+__all__ = ["JOB_MEMORY", "has_arch", "resolve"]
 
 JOB_MEMORY: Mapping[Role, Size] = {
     "op": Size.parse("384 MiB"),
@@ -363,7 +363,7 @@ def _sources(
             for role, source in _of(family, backend)
         ]
         only = {arch for _, source, why in decided if not why for arch in source.archs}
-        has = sorted({_has(arch, table) for arch in only.intersection(profile.target.arch)})
+        has = sorted({has_arch(arch, table) for arch in only.intersection(profile.target.arch)})
         for role, source, why in decided:
             if why:
                 excluded.append(ExcludedSource(source.path, family.name, role, why))
@@ -444,7 +444,7 @@ def _off(features: tuple[str, ...], on: set[str]) -> str:
     )
 
 
-def _has(arch: str, table: KernelTable) -> str:
+def has_arch(arch: str, table: KernelTable) -> str:
     """What a family's sources see when a file for `arch` alone is in: `PELTON_HAS_SM90` for sm_90 and sm_90a,
     which are one silicon; `PELTON_HAS_GFX90A` for gfx90a."""
     word = re.sub(r"^((?:SM|COMPUTE)\d+)[AF]$", r"\1", arch.partition(":")[0].upper().replace("_", ""))

@@ -190,7 +190,7 @@ rocm = ["quant/gptq/gpu.cu"]
 
 [family.attention]
 op = ["attention/op.cpp"]
-cuda = ["attention/gpu.cu", { path = "attention/gpu_sm90.cu", archs = ["sm_90a"] }]
+cuda = ["attention/gpu.cu", { path = "attention/gpu_sm90.cu", archs = ["sm_90a"] }, { path = "attention/gpu_sm100.cu", archs = ["sm_100a"] }]
 
 [family.linear]
 op = ["linear/op.cpp"]
@@ -199,7 +199,7 @@ instead.cuda = "torch"
 """
 
 
-def test_emulated_are_the_gpu_sources_without_arch() -> None:
+def test_emulated_are_the_gpu_sources_for_every_arch_and_for_hopper() -> None:
     sources = emulated_sources(parse_table(TABLE))
     assert sources.gpu == (
         "gpu.cu",
@@ -208,10 +208,12 @@ def test_emulated_are_the_gpu_sources_without_arch() -> None:
         "amd/gpu.cu",
         "quant/gptq/gpu.cu",
         "attention/gpu.cu",
+        "attention/gpu_sm90.cu",
     )
+    assert sources.definitions == ("PELTON_HAS_SM90=1",)
     assert sources.op == ("op.cpp", "norm/op.cpp", "amd/op.cpp", "quant/gptq/op.cpp", "attention/op.cpp")
     assert [text.partition(" (")[0] for text in sources.left_out] == [
-        "attention/gpu_sm90.cu",
+        "attention/gpu_sm100.cu",
         "family linear",
     ]
 
@@ -221,6 +223,5 @@ def test_every_gpu_family_is_emulated() -> None:
     sources = emulated_sources(table)
     for family in table.families:
         device = (*family.device.get("cuda", ()), *family.device.get("rocm", ()))
-        portable = {source.path for source in device if not source.archs}
-        assert bool(portable) == bool(device), family.name
-        assert portable <= set(sources.gpu), family.name
+        assert {source.path for source in device} <= set(sources.gpu), family.name
+    assert not [text for text in sources.left_out if not text.startswith("family ")]

@@ -1,6 +1,9 @@
 // Small kernels with one planted bug each, beside kernels that are right; tests/emulation loads them by name.
 // Each takes an input, an output, and the number of their elements.
 #include "../../kernels/common/mma.cuh"
+#ifdef PELTON_EMULATION
+#include "hopper_cases.cuh"
+#endif
 
 namespace pelton::gpu {
 namespace {
@@ -465,6 +468,22 @@ __global__ void exponentials(const float* in, float* out, int n) {
   if (int(threadIdx.x) < n) out[threadIdx.x] = exponential<Fast>(in[threadIdx.x]);
 }
 
+#ifdef PELTON_EMULATION
+void start_boxes(Args a) {
+  uint16_t numbers[5 * 72];  // the launch runs the kernel to its end
+  for (int i = 0; i < 5 * 72; ++i) numbers[i] = uint16_t(a.in[i]);
+  alignas(16) static uint16_t tensor[5 * 72];
+  memcpy(tensor, numbers, sizeof tensor);
+  CUtensorMap map;
+  if (encode_map<3>(map, false, tensor, {72, 5, 1}, {144, 720}, {64, 4, 1}) != 0) return;
+  boxes<<<1, 64, 2048>>>(map, a.out);
+}
+template <class T, bool kRegisters, bool kRowsOfN, Group kGroup = Group::right>
+void start_product(Args a) {
+  warpgroup_product<T, kRegisters, kRowsOfN, kGroup><<<1, 128, 16384>>>(a.in, a.out, a.n);
+}
+#endif
+
 struct Case {
   const char* name;
   void (*launch)(Args);
@@ -547,6 +566,23 @@ const Case kCases[] = {
     {"ldmatrix_x1_transposed", [](Args a) { ldmatrix_x1_transposed<<<1, 32>>>(a.in, a.out, a.n); }},
     {"ldmatrix_x2", [](Args a) { ldmatrix_x2<<<1, 32>>>(a.in, a.out, a.n); }},
     {"ldmatrix_x2_transposed", [](Args a) { ldmatrix_x2_transposed<<<1, 32>>>(a.in, a.out, a.n); }},
+    {"copied_in_bulk", [](Args a) { copied_in_bulk<Bulk::right><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"bulk_without_wait", [](Args a) { copied_in_bulk<Bulk::no_wait><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"bulk_without_release", [](Args a) { copied_in_bulk<Bulk::no_release><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"bulk_without_syncwarp", [](Args a) { copied_in_bulk<Bulk::no_syncwarp><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"bulk_with_too_few_bytes", [](Args a) { copied_in_bulk<Bulk::too_few_bytes><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"bulk_with_too_many_arrivals", [](Args a) { copied_in_bulk<Bulk::too_many_arrivals><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"bulk_not_initialised", [](Args a) { copied_in_bulk<Bulk::not_initialised><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"boxes", start_boxes},
+    {"named_barriers", [](Args a) { named_barriers<true><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"named_barrier_with_too_few", [](Args a) { named_barriers<false><<<1, 96>>>(a.in, a.out, a.n); }},
+    {"wgmma_shared_f16", start_product<f16, false, false>},
+    {"wgmma_shared_bf16", start_product<bf16, false, false>},
+    {"wgmma_registers_f16", start_product<f16, true, false>},
+    {"wgmma_registers_rows_of_n_bf16", start_product<bf16, true, true>},
+    {"wgmma_without_fence", start_product<f16, true, false, Group::no_fence>},
+    {"wgmma_without_wait", start_product<f16, true, false, Group::no_wait>},
+    {"wgmma_without_commit", start_product<f16, true, false, Group::no_commit>},
     {"wave", [](Args a) { wave<<<1, 64>>>(a.in, a.out, a.n); }},
 #endif
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,19 @@ DEVICE = "cuda" if ops.backend() in ("cuda", "rocm") else "cpu"
 # kernels leave it out, because a launch cannot wait for an answer.
 cpu_kernels = pytest.mark.skipif(ops.backend() != "cpu", reason="for a library of CPU kernels")
 gpu_kernels = pytest.mark.skipif(ops.backend() == "cpu", reason="for a library of GPU kernels")
+
+
+def without_sm90() -> str:
+    """Why kernels of sm_90 do not run here; empty when they do, on a GPU or in the emulation of one."""
+    if ops.backend() == "emulation":
+        chosen = os.environ.get("PELTON_EMULATION_ARCH")
+        return "" if chosen == "sm_90" else "the emulation is of sm_90 when PELTON_EMULATION_ARCH says so"
+    if ops.backend() != "cuda":
+        return f"the loaded library's kernels are for {ops.backend()}, not CUDA"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if (major, minor) == (9, 0) else f"the GPU has compute capability {major}.{minor}, not 9.0"
+
+
 # Tests that need the GPU itself, its memory or its streams; not in emulation.
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="for a library whose kernels run on a GPU")
 

@@ -8,21 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_checks import DEVICE, on_gpu, without_sm90
 from pelton import ops
 
 NAN = float("nan")
 UNUSED_BLOCK = -7  # what block tables hold where nothing may look
 
 
-def missing() -> str:
-    """Why these tests cannot run here."""
-    if ops.backend() != "cuda":
-        return f"the loaded library's kernels are for {ops.backend()}, not CUDA"
-    major, minor = torch.cuda.get_device_capability()
-    return "" if (major, minor) == (9, 0) else f"the GPU has compute capability {major}.{minor}, not 9.0"
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(without_sm90()), reason=without_sm90() or "-")]
 
 
 @dataclass(frozen=True)
@@ -44,30 +37,30 @@ class Batch:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        generator = torch.Generator("cuda").manual_seed(sum(case.seq_lens) + case.head_size)
+        generator = torch.Generator(DEVICE).manual_seed(sum(case.seq_lens) + case.head_size)
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device="cuda").to(case.dtype)
+            return torch.randn(shape, generator=generator, device=DEVICE).to(case.dtype)
 
         shape = (case.kv_heads, case.head_size)
         self.query = random(sum(case.query_lens), case.heads, case.head_size) * case.query_scale
         self.keys = [random(length, *shape) for length in case.seq_lens]
         self.values = [random(length, *shape) for length in case.seq_lens]
         self.out = torch.full_like(self.query, NAN)
-        self.starts = torch.tensor((0, *case.query_lens), device="cuda").cumsum(0).int()
-        self.lengths = torch.tensor(case.seq_lens, device="cuda").int()
+        self.starts = torch.tensor((0, *case.query_lens), device=DEVICE).cumsum(0).int()
+        self.lengths = torch.tensor(case.seq_lens, device=DEVICE).int()
         blocks = [-(-length // case.block_size) for length in case.seq_lens]
         order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(0), device="cpu") + 1
         self.tables = torch.full(
-            (len(blocks), max(1, *blocks)), UNUSED_BLOCK, dtype=torch.int32, device="cuda"
+            (len(blocks), max(1, *blocks)), UNUSED_BLOCK, dtype=torch.int32, device=DEVICE
         )
         cache_shape = (sum(blocks) + 3, case.kv_heads, case.block_size, case.head_size)
-        self.key_cache = torch.full(cache_shape, NAN, dtype=case.dtype, device="cuda")
+        self.key_cache = torch.full(cache_shape, NAN, dtype=case.dtype, device=DEVICE)
         self.value_cache = self.key_cache.clone()
-        for sequence, ids in enumerate(order[: sum(blocks)].to("cuda").split(blocks)):
+        for sequence, ids in enumerate(order[: sum(blocks)].to(DEVICE).split(blocks)):
             self.tables[sequence, : len(ids)] = ids
             for cache, tensors in ((self.key_cache, self.keys), (self.value_cache, self.values)):
-                slots = torch.full((len(ids) * case.block_size, *shape), NAN, dtype=case.dtype, device="cuda")
+                slots = torch.full((len(ids) * case.block_size, *shape), NAN, dtype=case.dtype, device=DEVICE)
                 slots[: case.seq_lens[sequence]] = tensors[sequence]
                 cache[ids] = slots.view(len(ids), case.block_size, *shape).transpose(1, 2)
 
@@ -96,8 +89,8 @@ class Batch:
             scores = torch.einsum("qhd,khd->hqk", query, k) * case.head_size**-0.5
             if case.soft_cap:
                 scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-            position = torch.arange(len(k) - queries, len(k), device="cuda").unsqueeze(1)
-            key = torch.arange(len(k), device="cuda")
+            position = torch.arange(len(k) - queries, len(k), device=DEVICE).unsqueeze(1)
+            key = torch.arange(len(k), device=DEVICE)
             hidden = key > position
             if case.window:
                 hidden |= key <= position - case.window
@@ -191,7 +184,7 @@ def test_flat_and_peaked_weights(head_size: int, scale: float) -> None:
 def test_growing_scores() -> None:
     """Each key scores far above all before it, which the running maximum must follow."""
     batch = Batch(Case((300,), (2000,), heads=4, kv_heads=4))
-    ramp = torch.linspace(-60, 60, 2000, device="cuda").to(torch.bfloat16)
+    ramp = torch.linspace(-60, 60, 2000, device=DEVICE).to(torch.bfloat16)
     for direction in (1, -1):
         batch.query.zero_()[..., 0] = 40.0 * direction
         keys = torch.zeros_like(batch.keys[0])
@@ -289,6 +282,7 @@ def test_results_are_the_same_each_time() -> None:
         assert torch.equal(batch.run(), first)
 
 
+@on_gpu
 def test_a_graph_reads_changed_lengths() -> None:
     first, second = Batch(Case((400, 30), (600, 30))), Batch(Case((50, 380), (200, 430)))
     blocks = max(len(first.key_cache), len(second.key_cache))

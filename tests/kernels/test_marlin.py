@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import DEVICE, assert_margins_untouched, guarded, on_gpu, random_quantized, with_row_stride
+from kernel_checks import (
+    DEVICE,
+    assert_margins_untouched,
+    guarded,
+    on_gpu,
+    random_quantized,
+    with_row_stride,
+    without_sm90,
+)
 from pelton import ops
 from pelton import ops_reference as reference
 
@@ -19,7 +27,7 @@ if not hasattr(torch.ops.pelton, "marlin_gemm"):
 BITS = (4, 8)
 HALVES = (torch.float16, torch.bfloat16)
 EMULATED = DEVICE == "cpu"
-WGMMA = not EMULATED and torch.cuda.get_device_capability() == (9, 0)
+WGMMA = not without_sm90()
 WGMMA_TOKENS = 33
 
 

@@ -123,22 +123,22 @@ __device__ __forceinline__ void produce_tokens(const MarlinGemmArgs& a, const Pl
                                                Barriers<S>& barriers) {
   Pieces pieces(plan);
   Turn<S::kStages> turn;
-  const int group_bytes = S::kScaleBytes + (a.zeros == nullptr ? 0 : S::kZeroBytes);
+  constexpr int kBytes = S::kTokenBytes + S::kTiles * S::kTileBytes;
+  const int of_group = S::kTiles * (S::kScaleBytes + (a.zeros == nullptr ? 0 : S::kZeroBytes));
   for (Piece piece; pieces.next(piece);) {
-    const int tiles_here = int(min(int64_t(S::kTiles), tiles(a.n) - int64_t(piece.row_tile) * S::kTiles));
-    const int bytes = S::kTokenBytes + tiles_here * S::kTileBytes, of_group = tiles_here * group_bytes;
 #pragma unroll 1
     for (int k = piece.first; k < piece.end; ++k) {
       barriers.empty[turn.stage].wait(turn.parity ^ 1);
       Barrier& full = barriers.full[turn.stage];
-      full.arrive_and_expect(bytes + of_group * plan.groups_of(k, a));
+      full.arrive_and_expect(kBytes + of_group * plan.groups_of(k, a));
       copy_box(ring + turn.stage * S::kStageBytes, x, full, k * kTile, piece.token_tile * S::kTokens, 0);
       turn.next();
     }
   }
 }
 
-// The Part-th third of the weights', scales' and zeros' copies.
+// The Part-th third of the weights', scales' and zeros' copies. The last tile stands in for those past the
+// end.
 template <class S, int Part>
 __device__ __forceinline__ void produce_weights(const MarlinGemmArgs& a, const Plan& plan,
                                                 unsigned char* ring, Barriers<S>& barriers) {
@@ -146,14 +146,13 @@ __device__ __forceinline__ void produce_weights(const MarlinGemmArgs& a, const P
   Pieces pieces(plan);
   Turn<S::kStages> turn;
   for (Piece piece; pieces.next(piece);) {
-    const int64_t first_tile = int64_t(piece.row_tile) * S::kTiles;
-    const int tiles_here = int(min(int64_t(S::kTiles), tiles(a.n) - first_tile));
+    const int64_t first_tile = int64_t(piece.row_tile) * S::kTiles, last_tile = tiles(a.n) - 1;
     const int group = plan.tiles_a_group > 0 ? piece.first / plan.tiles_a_group : 2 * piece.first;
     int left = plan.tiles_a_group > 0 ? plan.tiles_a_group - piece.first % plan.tiles_a_group : 1;
     const unsigned char *weight[S::kTiles], *scales[S::kTiles], *zeros[S::kTiles];
 #pragma unroll
     for (int t = 0; t < S::kTiles; ++t) {
-      const int64_t tile = first_tile + t, of_groups = tile * a.groups + group;
+      const int64_t tile = min(first_tile + t, last_tile), of_groups = tile * a.groups + group;
       weight[t] = static_cast<const unsigned char*>(a.weight) +
                   (tile * plan.input_tiles + piece.first) * S::kTileBytes;
       scales[t] = static_cast<const unsigned char*>(a.scales) + of_groups * S::kScaleBytes;
@@ -170,7 +169,6 @@ __device__ __forceinline__ void produce_weights(const MarlinGemmArgs& a, const P
       const int steps = next_group ? groups : 0;
 #pragma unroll
       for (int t = 0; t < S::kTiles; ++t) {
-        if (t >= tiles_here) break;
         if (mine(t)) {
           copy_bulk(stage + S::kWeightsAt + t * S::kTileBytes, weight[t], S::kTileBytes, full);
           weight[t] += S::kTileBytes;
@@ -198,18 +196,6 @@ __device__ __forceinline__ void produce(const MarlinGemmArgs& a, const Plan& pla
   if (warp == 1) return produce_weights<S, 0>(a, plan, ring, barriers);
   if (warp == 2) return produce_weights<S, 1>(a, plan, ring, barriers);
   produce_weights<S, 2>(a, plan, ring, barriers);
-}
-
-// Two values times two, rounded.
-template <class T>
-__device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
-  uint32_t d;
-  if constexpr (T::is_bf16) {
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else {
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  }
-  return d;
 }
 
 // Writes a warp's sums of 16 outputs and Tokens tokens.
@@ -413,7 +399,7 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     wide_gemm_kernel(const __grid_constant__ MarlinGemmArgs a, const __grid_constant__ Plan plan,
                      const __grid_constant__ CUtensorMap x) {
-  extern __shared__ unsigned char shared[];
+  unsigned char* const shared = dynamic_shared<unsigned char>();
   unsigned char* const ring = shared + (kAtom - shared_address(shared) % kAtom) % kAtom;
   __shared__ Barriers<S> barriers;
   __shared__ bool came_last;
