@@ -150,7 +150,7 @@ def _chosen(gpus: list[Gpu], value: str | None) -> list[Gpu]:
         token = token.strip()
         if token.upper().startswith(("GPU-", "MIG-")):
             return gpus
-        if not token.isdecimal() or int(token) >= len(gpus):
+        if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= len(gpus):
             break
         chosen.append(gpus[int(token)])
     return chosen

@@ -207,6 +207,8 @@ class OpenedWheel:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():
+            raise AuditError(f"{path}: not a file; name a wheel")
         try:
             self.zip = zipfile.ZipFile(path)
         except Exception as error:  # a damaged file makes zipfile raise whatever its parser meets
@@ -294,10 +296,19 @@ class OpenedWheel:
         """The build info; every key that the checks use is there and of its type."""
         try:
             info = json.loads(self.read(self.info_path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise AuditError(f"{self.path}: {self.info_path} is not JSON ({error})") from error
         if not isinstance(info, dict):
             raise AuditError(f"{self.path}: {self.info_path} is not a JSON object")
+        try:
+            json.dumps(info, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise AuditError(f"{self.path}: {self.info_path} holds half characters (surrogates)") from None
+        if not isinstance(info.get("toolchain", {}), dict):
+            raise AuditError(f"{self.path}: {self.info_path}: toolchain is not an object")
+        for key in ("glibc", "torch_floor"):
+            if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})*|", str(info.get(key, "")), re.ASCII):
+                raise AuditError(f"{self.path}: {self.info_path}: {key} is no version, found {info[key]!r}")
         return info
 
     @cached_property

@@ -29,7 +29,7 @@ def check_sbom(wheel: OpenedWheel) -> Iterator[Finding]:
         about = bom["metadata"]["component"]
         subject = f"{about['name']} {about['version']}"
         listed = {str(part["name"]): part for part in bom.get("components", [])}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         yield Finding("sbom", name, f"not readable ({error!r})", "a CycloneDX file in JSON")
         return
     if not re.fullmatch(r"CycloneDX 1\.\d+", form):

@@ -21,6 +21,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -298,7 +299,11 @@ def _set_environment(source: SourceVersion, jobs: int | None = None) -> None:
     Variables that would change the build behind the plan's back go; the plan has a line for each.
     """
     clean = scrubbed(environment())
-    clean.setdefault("SOURCE_DATE_EPOCH", str(source.epoch))
+    epoch = clean.setdefault("SOURCE_DATE_EPOCH", str(source.epoch))
+    if not re.fullmatch(r"[0-9]{1,10}", epoch) or int(epoch) >= 1 << 32:
+        raise BuildError(
+            f"SOURCE_DATE_EPOCH: expected seconds since 1970, up to the year 2106, found {epoch[:40]!r}; unset it"
+        )
     if jobs is not None:
         clean["CMAKE_BUILD_PARALLEL_LEVEL"] = str(jobs)
     replace_environment(clean)

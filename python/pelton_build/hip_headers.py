@@ -58,6 +58,14 @@ def version_files(version: str) -> dict[str, str]:
     }
 
 
+def _foreign(listed: str, headers: Path) -> str:
+    """The first of HIP's headers among the files that a compiler read which is not below `headers`."""
+    for path in re.findall(r"\S*/hip/\S+\.(?:h|hpp)\b", listed):
+        if not Path(path).resolve().is_relative_to(headers.resolve()):
+            return str(path)
+    return ""
+
+
 def own_headers(folder: Path) -> Path:
     """A folder of HIP's headers that is there already.  Raises HeadersError."""
     if not (folder / "include/hip/hip_version.h").is_file():
@@ -113,6 +121,7 @@ def _check(plan: Plan, folder: Path, headers: Path, libs: Path, version: str) ->
         "hip",
         f"-std=c++{plan.cxx_standard}",
         "-fsyntax-only",
+        "-H",  # names every file that is read
         "-Wall",
         "-Werror",
         "-Wno-sign-compare",
@@ -130,9 +139,14 @@ def _check(plan: Plan, folder: Path, headers: Path, libs: Path, version: str) ->
         made = folder / hipified_name(f"{plan.kernels}/{source.path}")
         definitions = [f"-D{definition}" for definition in source.definitions]
         said = run_limited([tool.path, *options, *definitions, str(made)], scrubbed(environment()), LIMIT)
-        if said.problem:
+        if foreign := _foreign(said.err, headers):
             raise HeadersError(
-                f"{source.path} does not compile with HIP {version} for {plan.profile}:\n{said.err}"
+                f"{headers} is not whole: {foreign} was read in place of a file of its own; name the folder of a whole ROCm"
+            )
+        if said.problem:
+            errors = "\n".join(line for line in said.err.splitlines() if not re.match(r"\.+ /", line))
+            raise HeadersError(
+                f"{source.path} does not compile with HIP {version} for {plan.profile}:\n{errors}"
             )
     return len(sources)
 
@@ -157,7 +171,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     root, work = project_root(), options.work.absolute()
-    folders = {name: own_headers(Path(name)) for name in options.versions if "/" in name}
+    folders = {
+        name: own_headers(Path(name)) for name in options.versions if "/" in name or Path(name).is_dir()
+    }
     files = {name: version_files(name) for name in options.versions if name not in folders}
     plans = list(_plans(root))
     names = with_headers(root, dict.fromkeys(name for plan in plans for name in hip_sources(plan)))

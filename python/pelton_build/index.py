@@ -67,6 +67,7 @@ __all__ = ["IndexBuildError", "IndexReport", "WheelEntry", "build_index", "main"
 logger = logging.getLogger(__name__)
 
 STATE = ".index-state.json"  # a cache of what was read from unchanged wheels; deleting it only costs time
+LOCK = ".index-lock"
 STATE_FORMAT = 2
 PARALLEL_FROM = 24  # wheels to be read; a process takes half a second to start
 MOST_PROCESSES = 16
@@ -227,7 +228,10 @@ def place_of(
 
 
 def _utc(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    latest = 253_402_300_799  # the last that Python can say, in the year 9999
+    return datetime.datetime.fromtimestamp(min(int(seconds), latest), datetime.UTC).strftime(
+        "%Y-%m-%dT%H:%M:%SZ"
+    )
 
 
 def _sha256_file(path: Path) -> str:
@@ -642,6 +646,7 @@ def build_index(
 def _build_index(
     paths: Sequence[Path], out: Path, baseline: str, yanks: Mapping[str, str], url: str
 ) -> IndexReport:
+    _refuse_foreign(out)
     state = _read_state(out)
     entries: dict[str, WheelEntry] = {}
     metadata: dict[str, bytes] = {}
@@ -685,6 +690,7 @@ def _build_index(
             url.rstrip("/"),
         )
 
+    made = {name: page.encode() for name, page in pages.items()}  # before anything is written
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         writer = _Writer(out)
@@ -692,12 +698,12 @@ def _build_index(
         for name, entry in entries.items():
             writer.copy(entry.location, sources[name], entry)
             writer.data(f"{entry.location}.metadata", metadata[name])
-        for name, page in pages.items():
-            writer.data(name, page.encode())
+        for name, data in made.items():
+            writer.data(name, data)
         wheel_files = {
             f"{entry.location}{suffix}" for entry in entries.values() for suffix in ("", ".metadata")
         }
-        writer.remove_others(set(pages) | wheel_files)
+        writer.remove_others(set(made) | wheel_files)
         writer.data(STATE, _state_bytes(new_state))
     notes = []
     if "simple" not in plan:
@@ -713,6 +719,18 @@ def _build_index(
         places={page: tuple(entry.file_name for entry in held) for page, held in plan.items()},
         notes=tuple(notes),
     )
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Raises IndexBuildError for links and pipes where the index has files and folders of its own: what they lead to is
+    somebody else's."""
+    for name in (LOCK, STATE, "index.html", "p", "simple", "wheels"):
+        path, is_folder = out / name, name in ("p", "simple", "wheels")
+        if path.is_symlink() or (path.exists() and not (path.is_dir() if is_folder else path.is_file())):
+            kind = "folder" if is_folder else "file"
+            raise IndexBuildError(
+                f"{path}: not the {kind} that an index has; remove it, or choose an empty folder"
+            )
 
 
 def _cache_key(path: Path) -> list[int]:
@@ -757,7 +775,7 @@ def _read_state(out: Path) -> dict[str, Any]:
         for cached in wheels.values():
             _cached_entry(cached)
             _ = cached["key"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return dict(wheels)
 
@@ -765,7 +783,7 @@ def _read_state(out: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """One writer at a time."""
-    with (out / ".index-lock").open("w") as lock:
+    with (out / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -791,13 +809,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--url", default="", help="the address that it will have, for the front page's commands"
     )
     parser.add_argument(
-        "--yank", type=Path, help="TOML file of yanked wheels (default: yanked.toml if it is there)"
+        "--yank",
+        type=Path,
+        help="TOML file of yanked wheels (default: the project's yanked.toml if it is there)",
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    yank = options.yank or (Path("yanked.toml") if Path("yanked.toml").exists() else None)
     try:
         root = project_root()
+        own = root / "yanked.toml"
+        yank = options.yank or (own if own.exists() or own.is_symlink() else None)
         baseline = options.baseline or load_project(root).baseline_profile
         known = profile_names(root)
         if baseline not in known:  # or an index would lose its simple/ to a misspelt name
@@ -830,7 +851,7 @@ def checked_url(url: str) -> str:
     return url
 
 
-def find_wheels(places: Iterable[Path], out: Path | None = None) -> list[Path]:
+def find_wheels(places: Sequence[Path], out: Path | None = None) -> list[Path]:
     """The wheels among files and below folders, links followed.
 
     Args:
@@ -838,7 +859,12 @@ def find_wheels(places: Iterable[Path], out: Path | None = None) -> list[Path]:
 
     Raises IndexBuildError for a place that is not there, not readable, or in `out`.
     """
-    own = None if out is None else out.resolve()
+    try:
+        own = None if out is None else out.resolve()
+        for place in places:
+            place.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise IndexBuildError(f"{error}; remove the link") from None
 
     def unreadable(error: OSError) -> None:
         raise IndexBuildError(

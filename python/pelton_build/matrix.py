@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import BuildError
 from .planning import project_root
 from .profile import check_own_label, load_profile, profile_names
 from .project import load_project
@@ -20,8 +21,11 @@ def matrix(root: Path) -> dict[str, list[dict[str, Any]]]:
     """`{"include": [row, ...]}`, sorted by profile. Raises ProfileError: a broken profile must not be left
     out, and two with one label would make wheels of one name."""
     baseline = load_project(root).baseline_profile
+    names = profile_names(root)
+    if not names:
+        raise BuildError(f"{root / 'build_profiles'}: no profile is there, so that nothing would be built")
     rows = []
-    for name in profile_names(root):
+    for name in names:
         profile = load_profile(root, name)
         check_own_label(root, profile)
         rows.append(

@@ -349,7 +349,16 @@ def _check(profile: Profile) -> None:
 
 
 def _check_variant(profile: Profile) -> None:
-    """Whether the hardware by which installers choose is that of target.arch."""
+    """Whether the hardware by which installers choose is that of target.arch, and said as they know it."""
+    for namespace, keys in profile.variant.items():
+        if namespace not in VARIANT_KEYS:
+            raise ProfileError(
+                f"{profile.file}: unknown namespace 'variant.{namespace}'{did_you_mean(namespace, VARIANT_KEYS)}"
+            )
+        for key in keys:
+            if key not in VARIANT_KEYS[namespace]:
+                hint = did_you_mean(key, VARIANT_KEYS[namespace])
+                raise ProfileError(f"{profile.file}: unknown key 'variant.{namespace}.{key}'{hint}")
     for namespace, key, make in _VARIANT_ARCHS:
         given = profile.variant.get(namespace, {}).get(key)
         if given is None:
@@ -367,6 +376,12 @@ def _nvidia_arch(arch: str) -> str:
     return f"{match[2]}_{'real' if match[1] == 'sm' else 'virtual'}" if match else ""
 
 
+# What installers can ask a machine, by namespace.
+VARIANT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "nvidia": ("sm_arch", "cuda_version_lower_bound", "cuda_version_upper_bound"),
+    "amd": ("gfx_arch",),
+    "x86_64": ("level",),
+}
 # Namespace and key of a variant property that names archs, and how an arch of the profile is written there.
 _VARIANT_ARCHS = (
     ("nvidia", "sm_arch", _nvidia_arch),

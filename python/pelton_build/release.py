@@ -29,11 +29,11 @@ from typing import Any, Protocol
 from .cmake import source_digest
 from .errors import BuildError
 from .plan import Plan
-from .planning import make_plan, project_root, project_version, write_atomically
+from .planning import make_plan, project_root, write_atomically
 from .profile import profile_names
 from .project import load_project
 from .settings import VERSION, environment
-from .version import Tag
+from .version import Tag, clone_problem, project_version, tags_of
 
 __all__ = [
     "Facts",
@@ -133,11 +133,16 @@ def unbuildable(plans: Mapping[str, Plan | str]) -> dict[str, str]:
 def published(site: Path) -> dict[str, str]:
     """File name -> SHA-256 of all that the index at `site` holds; empty when there is none. Raises ReleaseError."""
     held: dict[str, str] = {}
-    for page in sorted([*site.glob("p/*/simple/*/index.json"), *site.glob("simple/*/index.json")]):
+    pages = sorted([*site.glob("p/*/simple/*/index.json"), *site.glob("simple/*/index.json")])
+    if not pages and (site / "index.html").exists():
+        raise ReleaseError(
+            f"{site}: has no index.json of the project, which tells what is published; give the folder of a whole index"
+        )
+    for page in pages:
         try:
             for file in json.loads(page.read_text(encoding="utf-8"))["files"]:
                 held[str(file["filename"])] = str(file["hashes"]["sha256"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ReleaseError(
                 f"{page}: not a page of an index ({error}); give the folder of a whole index, or make it again: nox -s index"
             ) from None
@@ -320,15 +325,29 @@ def _refuse_changed(wheels: Iterable[Path], held: Mapping[str, str]) -> None:
         raise ReleaseError("; ".join(wrong))
 
 
+def checked_version(root: Path, tag: str | None, *, rehearsal: bool) -> str:
+    """The version to release.  Raises ReleaseError when this tree is not the one to release."""
+    environ = environment()
+    if problem := clone_problem(root, environ):
+        raise ReleaseError(problem)
+    version = project_version(root, environ)
+    if problems := tree_problems(version, tag, tagged=not rehearsal):
+        raise ReleaseError("; ".join(problems))
+    if tag is not None and tag not in (tags := tags_of(root, environ)):
+        has = f"it has {', '.join(tags)}" if tags else "it has none"
+        raise ReleaseError(
+            f"this commit has no tag {tag!r} ({has}); check out the tagged commit, or fetch its tags"
+        )
+    return version
+
+
 def make_release(root: Path, options: Options, workshop: Workshop) -> Path:
     """Make all wheels, their index and the notes; the folder of index and notes. Nothing is published.
 
     Raises ReleaseError, at the first thing that does not hold.
     """
     work = root / "build" / "release"
-    version = project_version(root, environment())
-    if problems := tree_problems(version, options.tag, tagged=not options.dry_run):
-        raise ReleaseError("; ".join(problems))
+    version = checked_version(root, options.tag, rehearsal=options.dry_run)
     items, held = items_of(root), published(options.index)
     left_out = unbuildable({item.title: item.plan for item in items})
     if left_out and not options.skip_unbuildable:
@@ -395,8 +414,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tag", help="the tag that the release is made for, such as v0.3.0")
     parser.add_argument("--dry-run", action="store_true", help="a rehearsal: the commit needs no tag")
     options = parser.parse_args(arguments)
-    version = project_version(options.root.resolve(), environment())
-    if problems := tree_problems(version, options.tag, tagged=not options.dry_run):
-        raise ReleaseError("; ".join(problems))
+    root = options.root.resolve()
+    if not (root / "pyproject.toml").is_file():
+        raise ReleaseError(f"--root {options.root}: no project is there (it has no pyproject.toml)")
+    check_asked(None, environment(), rehearsal=options.dry_run)
+    version = checked_version(root, options.tag, rehearsal=options.dry_run)
     sys.stdout.write(f"{version}\n")
     return 0

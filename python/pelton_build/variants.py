@@ -21,13 +21,13 @@ import logging
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import BuildError
-from .wheel_info import read_build_info
+from .profile import VARIANT_KEYS
+from .wheel_info import UNREADABLE, read_build_info
 
 __all__ = [
     "FILE",
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 FILE = "variant.json"  # in the .dist-info
 SCHEMA = "https://variants-schema.wheelnext.dev/v0.2.0.json"
 # Which kind of property decides first: a GPU build before one for the CPU.
-NAMESPACES = ("nvidia", "amd", "x86_64")
+NAMESPACES = tuple(VARIANT_KEYS)
 # What detects the properties of a machine. Installers have the first and the last one built in; none knows AMD's yet.
 PROVIDERS: Mapping[str, Mapping[str, Any]] = {
     "nvidia": {
@@ -143,9 +143,11 @@ def make_variant(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             members = archive.infolist()
             content = {member.filename: archive.read(member) for member in members}
-    except (OSError, zipfile.BadZipFile, zlib.error, ValueError) as error:
+    except UNREADABLE as error:
         raise VariantError(f"{wheel}: not a readable wheel ({error})") from None
     profile, own = info["profile"], info["label"]
+    if any(m.endswith(f".dist-info/{FILE}") for m in content):
+        raise VariantError(f"{wheel}: is a variant wheel already")
     records = [m for m in content if m.count("/") == 1 and m.endswith(".dist-info/RECORD")]
     if len(records) != 1:
         raise VariantError(
@@ -217,7 +219,7 @@ def differences(first: Path, second: Path) -> tuple[str, ...]:
                         and not (name.count("/") == 1 and name.endswith("/_build_info.json"))
                     }
                 )
-        except (OSError, zipfile.BadZipFile, ValueError) as error:
+        except UNREADABLE as error:
             raise VariantError(f"{wheel}: not a readable wheel ({error})") from None
     one, other = contents
     return tuple(name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name))

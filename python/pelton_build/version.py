@@ -34,8 +34,10 @@ __all__ = [
     "SourceVersion",
     "Tag",
     "VersionError",
+    "clone_problem",
     "project_version",
     "source_version",
+    "tags_of",
     "version_from_archive",
     "version_from_commit",
 ]
@@ -52,7 +54,7 @@ ABBREVIATION = 10  # digits of a commit in a version
 # Folders whose files go into a wheel: a file in them that git does not know changes the wheel.
 PACKAGED = ("build_profiles/", "cmake/", "kernels/", "python/")
 
-_TAG = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:(a|b|rc)(\d+))?", re.ASCII)
+_TAG = re.compile(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?:(a|b|rc)(\d{1,9}))?", re.ASCII)
 _DESCRIBED = re.compile(r"(?P<tag>.+?)(?:-(?P<distance>\d+)-g(?P<commit>[0-9a-f]{4,64}))?", re.ASCII)
 _VERSION = re.compile(
     r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?", re.ASCII
@@ -181,9 +183,9 @@ def source_version(root: Path, environ: Mapping[str, str], settings: ProjectSett
     stated = environ.get(VARIABLE, "").strip()
     if not stated:
         return found
-    if not _VERSION.fullmatch(stated):
+    if not _VERSION.fullmatch(stated) or len(stated) > 100:
         raise VersionError(
-            f"{VARIABLE}: {stated!r} is not a version in normal form; write e.g. 0.3.0 or 0.3.1.dev4"
+            f"{VARIABLE}: {stated[:100]!r} is not a version in normal form; write e.g. 0.3.0 or 0.3.1.dev4"
         )
     return SourceVersion(stated, found.epoch, found.commit, VARIABLE)
 
@@ -289,6 +291,28 @@ def _is_dirty(git: _Git) -> bool:
 def _counts(entry: str) -> bool:
     """Whether a line of `git status` means that a wheel from this tree is not the commit's."""
     return not entry.startswith("??") or entry[3:].startswith(PACKAGED)
+
+
+def clone_problem(root: Path, environ: Mapping[str, str]) -> str:
+    """Why `root` cannot be shown to be a commit's tree; empty when it can."""
+    if not (root / ".git").exists():
+        return f"{root} is no git clone, so nothing shows which commit it is and whether it is clean"
+    git = _Git(root, environ)
+    if git("rev-parse", "--verify", "--quiet", "HEAD^{commit}") is None:
+        return f"git does not tell the commit of {root}; install git, or clone again"
+    # Lower case: --assume-unchanged; S: --skip-worktree.
+    lines = (git("ls-files", "-v") or "").split("\n")
+    if hidden := [line[2:] for line in lines if line[:1].islower() or line[:1] == "S"]:
+        return (
+            f"git is told not to look at {', '.join(hidden[:3])}; undo it: git update-index --no-assume-unchanged "
+            "--no-skip-worktree FILE"
+        )
+    return ""
+
+
+def tags_of(root: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The tags on the commit that is checked out."""
+    return tuple((_Git(root, environ)("tag", "--points-at", "HEAD") or "").split())
 
 
 def project_version(root: Path, environ: Mapping[str, str] | None = None) -> str:

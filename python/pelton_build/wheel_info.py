@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -11,7 +12,14 @@ from typing import Any
 
 from .errors import BuildError
 
-__all__ = ["WheelError", "read_build_info"]
+__all__ = ["UNREADABLE", "WheelError", "read_build_info"]
+
+
+LARGEST = 16 << 20  # bytes; a build info has some ten thousand
+UNREADABLE = (
+    OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
+)  # fmt: skip
+"""What zipfile and json raise for damaged, encrypted or hostile files."""
 
 
 class WheelError(BuildError):
@@ -32,12 +40,16 @@ def read_build_info(wheel: Path) -> Mapping[str, Any]:
 
     Raises WheelError: the file is not there, is no wheel, or no wheel of this build.
     """
+    if wheel.exists() and not wheel.is_file():
+        raise WheelError(f"{wheel}: not a file; name a wheel that nox -s build-<profile> made")
     try:
         with zipfile.ZipFile(wheel) as archive:
             name = _member(archive, wheel)
+            if archive.getinfo(name).file_size > LARGEST:
+                raise WheelError(f"{wheel}: {name} has more than {LARGEST} bytes; build the wheel again")
             info: dict[str, Any] = json.loads(archive.read(name))
-    except (OSError, zipfile.BadZipFile, zlib.error, ValueError) as error:
-        said = (error.strerror if isinstance(error, OSError) else "") or str(error)
+    except UNREADABLE as error:
+        said = (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
         raise WheelError(f"{wheel}: not a readable wheel ({said})") from None
     for key, kind in {"profile": str, "label": str, "plan": dict}.items():
         if not isinstance(info, dict) or not isinstance(info.get(key), kind):

@@ -512,6 +512,12 @@ def test_what_the_library_is_linked_with_is_of_the_floor() -> None:
     assert symbols and least[:2] <= floor, (newest, floor)
 
 
+def _pipe(folder: Path) -> Path:
+    path = folder / "x.whl"
+    os.mkfifo(path)
+    return path
+
+
 HARMFUL: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no zip": (lambda folder: _file(folder, b"not a zip file"), "not a readable wheel"),
     "empty": (lambda folder: _file(folder, b""), "not a readable wheel"),
@@ -525,6 +531,12 @@ HARMFUL: dict[str, tuple[Callable[[Path], Path], str]] = {
     "build info without a key": (lambda folder: make_wheel(folder, GOOD.but(info={**INFO, "glibc": 2.28})), "'glibc'"),
     "build info that is no JSON": (
         lambda folder: make_wheel(folder, GOOD.but(files={"pelton/_build_info.json": b"{"})), "not JSON"),
+    "build info of many levels": (
+        lambda folder: make_wheel(folder, GOOD.but(files={"pelton/_build_info.json": b"[" * 100_000})), "not JSON"),
+    "build info with half a character": (lambda folder: make_wheel(folder, GOOD.with_info(summary="\ud800")), "half characters"),
+    "a toolchain that is a text": (lambda folder: make_wheel(folder, GOOD.with_info(toolchain="x")), "toolchain is not an object"),
+    "a floor that is no version": (lambda folder: make_wheel(folder, GOOD.with_info(torch_floor="x")), "torch_floor is no version, found 'x'"),
+    "a pipe": (lambda folder: _pipe(folder), "not a file; name a wheel"),  # noqa: PLW0108
     "two dist-infos": (lambda folder: make_wheel(folder, GOOD.but(files={"x-1.dist-info/METADATA": b""})), "2 .dist-info"),
     "damaged ELF file": (
         lambda folder: make_wheel(folder, GOOD.but(files={LIBRARY_NAME: shared_object(LIBRARY, "-march=x86-64-v3")[:900]})), "damaged ELF"),

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pelton_build.hip_headers import RELEASES, HeadersError, own_headers, unpack_headers, version_files
+from pelton_build.hip_headers import (
+    RELEASES,
+    HeadersError,
+    _foreign,
+    own_headers,
+    unpack_headers,
+    version_files,
+)
 from pelton_build.toolchain import _rocm_version
 
 
@@ -33,6 +40,13 @@ def test_headers_of_a_folder(tmp_path: Path) -> None:
     header.parent.mkdir(parents=True)
     header.write_text("")
     assert own_headers(tmp_path) == tmp_path
+
+
+def test_headers_that_another_folder_has_to_stand_in_for(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    said = f". {own}/include/hip/hip_runtime.h\n.. /usr/include/stdio.h\n"
+    assert _foreign(said, own) == ""
+    assert _foreign(f"{said}.. /usr/include/hip/hip_fp16.h\n", own) == "/usr/include/hip/hip_fp16.h"
 
 
 def test_headers_of_a_tag(tmp_path: Path) -> None:

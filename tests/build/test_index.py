@@ -259,6 +259,43 @@ def test_front_page(dist: Path, tmp_path: Path) -> None:
         assert (path / "index.html").is_file() if link.endswith("/") else path.is_file(), link
 
 
+@pytest.mark.parametrize("name", ["simple", "p", "wheels", "index.html", ".index-lock", ".index-state.json"])
+def test_links_in_the_index_are_not_followed(name: str, dist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    made(dist, site)
+    other = tmp_path / "precious"
+    if (site / name).is_dir():
+        shutil.rmtree(site / name)
+        (other / "sub").mkdir(parents=True)
+        (other / "sub/a.txt").write_text("1")
+    else:
+        (site / name).unlink(missing_ok=True)
+        other.write_text("1")
+    (site / name).symlink_to(other)
+    with pytest.raises(IndexBuildError, match=rf"{name}: not the (file|folder) that an index has; remove it"):
+        made(dist, site)
+    assert (other / "sub/a.txt" if other.is_dir() else other).read_text() == "1"
+
+
+def test_links_in_a_circle(tmp_path: Path) -> None:
+    path = tmp_path / "self.whl"
+    path.symlink_to(path)
+    with pytest.raises(IndexBuildError, match=r"self\.whl"):
+        find_wheels([path], tmp_path / "site")
+
+
+def test_a_time_that_no_calendar_has(dist: Path, tmp_path: Path) -> None:
+    os.utime(next((dist / "cpu-avx512").iterdir()), (2e11, 2e11))
+    with pytest.raises(IndexBuildError, match=r"its time, .* lies in the future"):
+        made(dist, tmp_path / "site")
+
+
+def test_the_state_is_a_cache(dist: Path, tmp_path: Path) -> None:
+    made(dist, tmp_path / "site")
+    (tmp_path / "site/.index-state.json").write_text("[" * 100_000)
+    assert made(dist, tmp_path / "site").removed == ()
+
+
 @pytest.mark.parametrize(
     "url", ["example.test/whl", "ftp://example.test", "https://example.test/?a=b", "http://[::1"]
 )

@@ -112,6 +112,8 @@ def test_all_keys_are_read() -> None:
         ('"5 MiB"', '"5 MiB"\n[toolchain]\ncuda = ">=12"', "toolchain.cuda: only for backend cuda"),
         ('"5 MiB"', '"5 MiB"\n[toolchain]\nrocm = ">=6"', "toolchain.rocm: only for backend rocm"),
         ('"5 MiB"', '"5 MiB"\n[features]\nawq = "on"', "features.awq: expected true or false, found text 'on'"),
+        ('"5 MiB"', '"5 MiB"\n[variant]\nx86-64 = { level = ["v3"] }', "unknown namespace 'variant.x86-64'; did you mean 'x86_64'?"),
+        ('"5 MiB"', '"5 MiB"\n[variant]\nx86_64 = { levels = ["v3"] }', "unknown key 'variant.x86_64.levels'; did you mean 'level'?"),
         ('"5 MiB"', '"5 MiB"\n[variant]\nx = 1', "variant.x: expected a table"),
         ('"5 MiB"', '"5 MiB"\n[ci]\ntimeout-minutes = 0', "ci.timeout-minutes: must be at least 1"),
         ('"5 MiB"', '"5 MiB"\n[ci]\ntimeout-minutes = true', "ci.timeout-minutes: expected a whole number"),

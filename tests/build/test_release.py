@@ -154,17 +154,59 @@ def test_facts_survive_interruptions_and_damage(tmp_path: Path) -> None:
     assert facts.seconds("c") == 1.0
 
 
+def git(tree: Path, *arguments: str) -> None:
+    options = ("-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *options, *arguments], cwd=tree, check=True, capture_output=True)
+
+
+def commit(tree: Path) -> None:
+    """Everything in a repository, at a version."""
+    for arguments in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "all"), ("tag", "v0.3.0")):
+        git(tree, *arguments)
+
+
+def commit_again(tree: Path) -> None:
+    """The same version of changed sources."""
+    for arguments in (
+        ("add", "python", "build_profiles"),
+        ("commit", "-q", "-m", "more"),
+        ("tag", "-f", "v0.3.0"),
+    ):
+        git(tree, *arguments)
+
+
 def test_the_command_prints_the_version_or_why_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = plan_cases.copy_tree(tmp_path / "tree")
-    monkeypatch.setenv("PELTON_VERSION", "0.3.0")
-    assert main(["release", "--root", str(tree), "--tag", "v0.3.0"]) == 0
-    assert capsys.readouterr().out == "0.3.0\n"
-    assert main(["release", "--root", str(tree), "--tag", "v0.3.1"]) == 1
-    assert "v0.3.1" in capsys.readouterr().err
-    assert main(["release", "--root", str(tree)]) == 1
-    assert "--tag v0.3.0" in capsys.readouterr().err
+
+    def said(*arguments: str) -> str:
+        status = main(["release", "--root", str(tree), *arguments])
+        printed = capsys.readouterr()
+        assert bool(printed.err) == bool(status), printed
+        return printed.err or printed.out
+
+    assert "is no git clone, so nothing shows" in said("--tag", "v0.3.0")
+    assert "is no git clone" in said("--dry-run")
+    commit(tree)
+    assert said("--tag", "v0.3.0") == said("--dry-run") == "0.3.0\n"
+    assert "v0.3.1" in said("--tag", "v0.3.1")
+    assert "this commit has no tag 'v0.3' (it has v0.3.0)" in said("--tag", "v0.3")
+    assert "--tag v0.3.0" in said()
+    with monkeypatch.context() as patch:
+        patch.setenv("PELTON_VERSION", "7.7.7")
+        assert "PELTON_VERSION is set ('7.7.7')" in said("--tag", "v7.7.7")
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert "git does not tell the commit" in said("--tag", "v0.3.0")
+    for option in ("assume-unchanged", "skip-worktree"):
+        git(tree, "update-index", f"--{option}", "noxfile.py")
+        assert "git is told not to look at noxfile.py; undo it" in said("--tag", "v0.3.0")
+        git(tree, "update-index", f"--no-{option}", "noxfile.py")
+    (tree / "noxfile.py").write_text("changed")
+    assert "no commit holds" in said("--dry-run")
+    assert main(["release", "--root", str(tmp_path / "none")]) == 1
+    assert "no project is there" in capsys.readouterr().err
 
 
 # --- all of it, with a workshop that compiles nothing ---------------------------------------------------------------
@@ -180,12 +222,12 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [*os.environ]:
         if name.startswith(small_project.SWITCHES):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("PELTON_VERSION", "0.3.0")
     tree = plan_cases.copy_tree(tmp_path / "tree")
     for profile in (tree / "build_profiles").glob("*.toml"):
         if not profile.stem.startswith("cpu-"):
             profile.unlink()
     (tree / "CMakeLists.txt").touch()
+    commit(tree)
     return tree
 
 
@@ -221,6 +263,7 @@ def test_a_release_is_made_in_order_and_kept(tree: Path) -> None:
     assert second.done == ["index"]
     assert (work / "notes.md").read_text() == text
     (tree / "python" / "pelton_build" / "new.py").touch()  # other sources: nothing of the old wheels is taken
+    commit_again(tree)
     third = Bench(tree)
     make_release(tree, Options(tree / "elsewhere", tag="v0.3.0"), third)
     assert third.done == first.done
@@ -289,6 +332,7 @@ def test_an_index_that_holds_other_bytes_stops_the_release(tree: Path) -> None:
     site = tree / "published"
     shutil.copytree(work / "site", site)
     (tree / "python" / "pelton_build" / "new.py").touch()
+    commit_again(tree)
     bench = Bench(tree)
     said = refused(tree, bench, Options(site, dry_run=True))
     assert said.count("raise the version") == 3
@@ -301,6 +345,7 @@ def test_a_profile_that_cannot_be_built_stops_the_release_or_is_left_out(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(plan_cases.ROOT / "build_profiles" / "cuda-sm90.toml", tree / "build_profiles")
+    commit_again(tree)
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
     bench = Bench(tree)
     said = refused(tree, bench)

@@ -133,6 +133,27 @@ def test_a_file_that_is_no_wheel(tmp_path: Path) -> None:
         differences(path, path)
 
 
+def test_a_variant_wheel_under_a_plain_name(tmp_path: Path) -> None:
+    made = make_variant(make_wheel(tmp_path, plain()), tmp_path / "out")
+    renamed = made.rename(tmp_path / "out" / f"{PLAIN}.whl")
+    with pytest.raises(VariantError, match="is a variant wheel already"):
+        make_variant(renamed, tmp_path / "again")
+    assert not list((tmp_path / "again").glob("*"))
+
+
+def test_an_encrypted_member(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, plain())
+    data = bytearray(wheel.read_bytes())
+    at = data.index(b"PK\x01\x02")
+    while at >= 0:  # each entry of the directory says that its member is encrypted
+        data[at + 8] |= 1
+        at = data.find(b"PK\x01\x02", at + 4)
+    wheel.write_bytes(data)
+    for act in (lambda: make_variant(wheel, tmp_path / "out"), lambda: differences(wheel, wheel)):
+        with pytest.raises(BuildError, match=r"not a readable wheel \(.*encrypted"):
+            act()
+
+
 def test_another_build_is_told_by_the_member_that_differs(tmp_path: Path) -> None:
     one = make_wheel(tmp_path / "a", plain())
     other = make_wheel(tmp_path / "b", plain().but(files={"pelton/__init__.py": b"X = 1\n"}))
