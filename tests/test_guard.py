@@ -241,6 +241,8 @@ def test_what_runs_on_a_gpu(archs: list[str], gpu: str, arch: str | None) -> Non
         ({"CUDA_VISIBLE_DEVICES": "1,7,0"}, ["T4", "MI210"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, ["MI210"]),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, ["MI210"]),
+        ({"CUDA_VISIBLE_DEVICES": "9" * 5000}, ["MI210"]),
+        ({"CUDA_VISIBLE_DEVICES": "\u0661"}, ["MI210"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-12ab"}, ["H200", "T4", "A100", "MI210"]),
         ({"HIP_VISIBLE_DEVICES": "1"}, ["H200", "T4", "A100"]),
         ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0"}, ["H200", "T4", "A100", "MI210"]),

@@ -117,7 +117,7 @@ def _notes(
         if held_up:
             notes += [f"{c.profile} is for a GPU of this machine, but {c.reason}" for c in held_up]
         elif machine.gpus:
-            notes.append(f"no build is for {', '.join(map(str, machine.gpus))}")
+            notes.append(f"no build is for {', '.join(dict.fromkeys(map(str, machine.gpus)))}")
         elif machine.gpu_note and machine.driver != "":
             notes.append(f"a GPU may be there all the same: {machine.gpu_note}; pelton doctor looks into it")
         return tuple(notes)

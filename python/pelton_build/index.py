@@ -351,7 +351,10 @@ def apply_yanks(entries: Sequence[WheelEntry], yanks: Mapping[str, str]) -> list
     known = {key for entry in entries for key in (entry.version, entry.public_version, entry.file_name)}
     for key in yanks:
         if key not in known:
-            raise IndexBuildError(f"yank file: {key!r} is neither a version nor a file of this index")
+            versions = ", ".join(sorted({entry.public_version for entry in entries}))
+            raise IndexBuildError(
+                f"yanked.{key}: neither a version nor a file of this index, which holds {versions}; mend or remove the line"
+            )
     marked = []
     for entry in entries:
         reasons = [
@@ -371,7 +374,8 @@ def read_yanks(path: Path) -> dict[str, str]:
         )
     for key, reason in table.items():
         if not isinstance(reason, str) or not reason.strip():
-            raise IndexBuildError(f"{path}: yanked.{key}: say why, as text")
+            quoted = ", and write the version in quotes" if isinstance(reason, dict) else ""
+            raise IndexBuildError(f"{path}: yanked.{key}: say why, as text{quoted}")
     return table
 
 

@@ -70,6 +70,12 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
         ),
         ({"profile": "cpu-avx2"}, {"PELTON_VERSION": "one"}, ["PELTON_VERSION", "one"]),
         (
+            {"profile": "cpu-avx2"},
+            {"SOURCE_DATE_EPOCH": "-5"},
+            ["SOURCE_DATE_EPOCH", "seconds since 1970", "-5"],
+        ),
+        ({"profile": "cpu-avx2"}, {"SOURCE_DATE_EPOCH": "4354819200000"}, ["SOURCE_DATE_EPOCH", "2106"]),
+        (
             {"profile": "cuda-sm90"},
             {"CUDA_HOME": "/nonexistent"},
             ["CUDA_HOME=/nonexistent", "no such folder"],

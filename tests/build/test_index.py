@@ -583,7 +583,11 @@ def test_yanked(dist: Path, tmp_path: Path) -> None:
         "wrong <results> & slow",
     ]
     for text, message in [
-        ('[yanked]\n"0.9.0" = "gone"\n', "neither a version nor a file"),
+        (
+            '[yanked]\n"0.9.0" = "gone"\n',
+            r"yanked.0.9.0: neither a version nor a file of this index, which holds .*0\.2\.0",
+        ),
+        ('[yanked]\n0.2.0 = "x"\n', "write the version in quotes"),
         ('[yanked]\n"0.2.0" = ""\n', "say why"),
         ('[yank]\n"0.2.0" = "x"\n', r"table \[yanked\]"),
         ("[yanked", "not valid TOML"),
