@@ -173,20 +173,6 @@ void start(BulkCopy copy, AsyncBarrier& barrier, const void* place) {
 
 // --- products ---
 
-template <bool IsBf16>
-float half_value(uint16_t bits) {
-  if constexpr (IsBf16) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  } else {
-    _Float16 value;
-    memcpy(&value, &bits, 2);
-    return float(value);
-  }
-}
-
 // Where the address after swizzling is: bits 4 to 6 are changed by bits 7 to 9.
 uint32_t swizzled(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 
@@ -279,7 +265,7 @@ void finish_rows(Lanes& all) {
   }
 }
 
-void need_block() {
+void begin_once() {
   if (!active) begin();
 }
 
@@ -399,7 +385,7 @@ void AsyncBarrier::init(int arrivals) {
   if (reinterpret_cast<uintptr_t>(this) % 8 != 0)
     fail_at(place, "misaligned barrier: must be a multiple of 8");
   if (arrivals < 1) fail_at(place, "a barrier needs at least one arrival");
-  if (!active) begin();
+  begin_once();
   ByteBarrier& b = barriers[reinterpret_cast<uintptr_t>(this)];
   b = {};
   b.arrivals = b.missing = arrivals;
@@ -419,13 +405,13 @@ void AsyncBarrier::wait(int parity) {
 }
 
 void fence_shared_stores() {
-  need_block();
+  begin_once();
   sides[running.current].fenced = ++time_of(running.current);
 }
 
 namespace {
 NamedBarrier& arrive_named(int barrier, int count, const void* place) {
-  need_block();
+  begin_once();
   if (barrier < 1 || barrier > 15) fail_at(place, "named barriers have the numbers 1 to 15");
   if (count % 32 != 0 || count < 32) fail_at(place, "a named barrier is for whole warps");
   NamedBarrier& b = named[barrier];
@@ -471,7 +457,7 @@ bool make_map(TensorMap& map, const void* data, int rank, const uint64_t* sizes,
 
 void copy_box(void* to, const TensorMap& map, AsyncBarrier& barrier, const int* at) {
   const void* place = __builtin_return_address(0);
-  need_block();
+  begin_once();
   size_t rows = 1;
   for (int i = 1; i < map.rank; ++i) rows *= map.box[i];
   size_t first;
@@ -509,7 +495,7 @@ void copy_box(void* to, const TensorMap& map, AsyncBarrier& barrier, const int* 
 
 void copy_bulk(void* to, const void* from, int bytes, AsyncBarrier& barrier) {
   const void* place = __builtin_return_address(0);
-  need_block();
+  begin_once();
   if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 ||
       bytes % 16 != 0) {
     fail_at(place, "misaligned bulk copy: addresses and size must be multiples of 16");
@@ -537,7 +523,7 @@ uint32_t tile_descriptor(const void* tile, int next_columns) {
 
 template <bool IsBf16>
 void product_registers(float* d, int n, const uint32_t* a, uint32_t b, bool rows_of_n, bool add) {
-  need_block();
+  begin_once();
   uint16_t rows[2][16];
   meet({"wgmma.mma_async", ~uint64_t(0), 32, 16, sizeof rows, finish_rows, 0, false, true}, a, rows);
   Product p{};
@@ -549,7 +535,7 @@ void product_registers(float* d, int n, const uint32_t* a, uint32_t b, bool rows
 }
 template <bool IsBf16>
 void product_shared(float* d, int n, uint32_t a, uint32_t b, bool add) {
-  need_block();
+  begin_once();
   meet({"wgmma.mma_async", ~uint64_t(0), 32, 0, 0, nullptr, -1, false, true}, nullptr, nullptr);
   Product p{};
   p.d = d, p.n = n, p.add = add, p.is_bf16 = IsBf16, p.a_is_shared = true, p.a_tile = a, p.b_tile = b;
@@ -561,13 +547,13 @@ template void product_shared<false>(float*, int, uint32_t, uint32_t, bool);
 template void product_shared<true>(float*, int, uint32_t, uint32_t, bool);
 
 void product_commit() {
-  need_block();
+  begin_once();
   ++lanes[running.current].group;
 }
 
 void product_wait(int pending) {
   const void* place = __builtin_return_address(0);
-  need_block();
+  begin_once();
   Lane& own = lanes[running.current];
   const auto is_due = [&](const Product& p) { return p.group < own.group - pending; };
   for (Product& p : own.products) {

@@ -12,6 +12,20 @@ namespace pelton::emulation {
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = size_t(1) << 17, kPage = 4096;
 
+template <bool IsBf16>
+float half_value(uint16_t bits) {
+  if constexpr (IsBf16) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+  } else {
+    _Float16 value;
+    memcpy(&value, &bits, 2);
+    return float(value);
+  }
+}
+
 // Of a thread, in the order of the block: x fastest.
 enum class State : uint8_t { ready, in_warp_call, at_barrier, in_async_wait, done };
 

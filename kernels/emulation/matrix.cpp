@@ -1,21 +1,7 @@
 // Matrix operations of matrix.h. Apart from the kernels, so that the compiler does not check these accesses.
-#include "emulation.h"
+#include "internal.h"
 
 namespace pelton::emulation {
-
-template <bool IsBf16>
-float half_value(uint16_t bits) {
-  if constexpr (IsBf16) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  } else {
-    _Float16 value;
-    memcpy(&value, &bits, 2);
-    return float(value);
-  }
-}
 
 // D[M x N] = A[M x K] * B[K x N] + C, kept in double.
 template <int M, int N, int K>
